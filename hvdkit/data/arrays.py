@@ -10,8 +10,8 @@ import numpy as np
 import optree
 
 from hvdkit.data.aligned import aligned_empty
-from hvdkit.data.indexed import Shuffle, indices_of_epoch
-from hvdkit.data.order import Order, RankRows, Remainder, epoch_order
+from hvdkit.data.indexed import Shuffle, batches_of_epoch
+from hvdkit.data.order import Order, RankRows, Remainder, shuffled_indices
 from hvdkit.errors import describe
 
 
@@ -93,8 +93,9 @@ class ArraySource:
 
     def order(self, shuffle: Shuffle, epoch: int, batch_size: int) -> Order | None:
         """Return the order of an epoch: a uniform permutation, which takes 4 bytes per example."""
-        shuffled = epoch_order(self.examples, shuffle.seed, epoch)
-        return None if shuffled is None else shuffled.__getitem__
+        if shuffle.seed is None:
+            return None
+        return shuffled_indices(self.examples, (shuffle.seed, epoch)).__getitem__
 
     def open(
         self,
@@ -110,8 +111,7 @@ class ArraySource:
         Each item has one batch. If ``max_batches`` is larger than 1, it has up to that many batches with equal numbers
         of rows, as arrays ``[batches, rows, ...]``. The third value is 0; streams yield a digest of the batch instead.
         """
-        for indices, counts in indices_of_epoch(self, epoch, step, rank_rows, shuffle, remainder, max_batches):
-            yield self.read(indices), counts, 0
+        return batches_of_epoch(self, epoch, step, rank_rows, shuffle, remainder, self.read, max_batches)
 
     def batch_spec(self, rows: int | None) -> Any:
         """Return the ``tf.TensorSpec`` structure of a batch of ``rows`` rows; None for any number."""

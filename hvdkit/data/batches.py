@@ -117,6 +117,7 @@ class GlobalBatches(Iterator[Any]):
             self._require_pairs()
         self._steps_per_epoch = self._known_steps_per_epoch()
         self._order_check = order.order_check(self._shuffle.seed)
+        self._source_identity = self._source.identity(self._shuffle)
         self._epoch = self._step = 0  # position of the next batch
         self._restores = self._epoch_yielded = 0
         self._count: int | None = None  # b of the batch just yielded
@@ -400,7 +401,7 @@ class GlobalBatches(Iterator[Any]):
             "steps_per_epoch": self._steps_per_epoch,
             "shuffle_buffer": self._shuffle.buffer,
             "order_check": self._order_check,
-            **self._source.identity(self._shuffle),
+            **self._source_identity,
         }
 
     def _as_dataset(self, batches: GlobalBatches, convert: _Convert, spec: Any, at_once: int) -> Any:

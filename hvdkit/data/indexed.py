@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
 from hvdkit.data import order
 
+T = TypeVar("T")
 Mode = Literal["full", "blocks"]
 
 
@@ -48,26 +49,29 @@ class IndexedSource(Protocol):
         """Return the examples ``indices``, int64."""
 
 
-def indices_of_epoch(
+def batches_of_epoch(
     source: IndexedSource,
     epoch: int,
     step: int,
     rank_rows: order.RankRows,
     shuffle: Shuffle,
     remainder: order.Remainder,
+    read: Callable[[np.ndarray], T],
     max_batches: int = 1,
-) -> Iterator[tuple[np.ndarray, list[int]]]:
-    """Yield the examples of the rank's rows of the epoch's global batches from ``step`` on, and their real examples.
+) -> Iterator[tuple[T, list[int], int]]:
+    """Yield ``read(indices)`` for the rank's rows of the epoch's global batches from ``step`` on.
 
-    Each item has one batch, int64 ``[rows]``; or, if ``max_batches`` is greater, up to so many batches with equal
-    numbers of rows, ``[batches, rows]``. The second value has the number of real examples of each global batch.
+    ``indices`` are int64 ``[rows]``. If ``max_batches`` is larger than 1, they are of up to that many batches with
+    equal numbers of rows, ``[batches, rows]``. The second value has the number of real examples of each batch. The
+    third is 0; streams yield a digest of the batch instead.
     """
     examples, batch_size = source.examples, rank_rows.batch_size
     steps = order.steps_per_epoch(examples, batch_size, remainder)
     epoch_order = source.order(shuffle, epoch, batch_size)
+    rows_of_full_batch = rank_rows.rows(batch_size)
     while step < steps:
         counts = [order.real_examples(step, examples, batch_size)]
-        rows = rank_rows.rows(counts[0])
+        rows = rows_of_full_batch if counts[0] == batch_size else rank_rows.rows(counts[0])
         indices = order.row_indices(step, examples, batch_size, rows, epoch_order)
         if max_batches > 1:
             following = range(step + 1, min(step + max_batches, steps))
@@ -75,5 +79,5 @@ def indices_of_epoch(
             counts += counts * len(full)  # a short last batch is yielded separately
             others = [order.row_indices(i, examples, batch_size, rows, epoch_order) for i in full]
             indices = np.stack([indices, *others])
-        yield indices, counts
+        yield read(indices), counts, 0
         step += len(counts)

@@ -16,8 +16,8 @@ from hvdkit.cluster.logs import get_logger
 from hvdkit.data.block_order import BlockOrder
 from hvdkit.data.files.listing import File, Paths, list_files
 from hvdkit.data.files.reading_ahead import BlockCache, in_order, in_threads
-from hvdkit.data.indexed import Shuffle, indices_of_epoch
-from hvdkit.data.order import Order, RankRows, Remainder, epoch_order
+from hvdkit.data.indexed import Shuffle, batches_of_epoch
+from hvdkit.data.order import Order, RankRows, Remainder, shuffled_indices
 from hvdkit.data.permutation import Permutation
 from hvdkit.errors import DataError, describe
 
@@ -181,9 +181,7 @@ class FileSource:
         if key is None:
             return None
         if self.examples <= _UNIFORM_EXAMPLES:
-            shuffled = epoch_order(self.examples, shuffle.seed, epoch)
-            assert shuffled is not None
-            return shuffled.__getitem__
+            return shuffled_indices(self.examples, key).__getitem__
         return Permutation(self.examples, key)
 
     def open(
@@ -194,10 +192,15 @@ class FileSource:
         Threads read the following batches ahead. The third value is 0.
         """
         whole_blocks = shuffle.mode == "blocks" or (shuffle.seed is None and not self._format.reads_rows)
-        planned = indices_of_epoch(self, epoch, step, rank_rows, shuffle, remainder)
-        for batch, counts in in_order(lambda plan: (self.read(plan[0], whole_blocks=whole_blocks), plan[1]), planned):
+        planned = batches_of_epoch(self, epoch, step, rank_rows, shuffle, remainder, lambda indices: indices)
+
+        def read(plan: tuple[np.ndarray, list[int], int]) -> tuple[Any, list[int], int]:
+            indices, counts, digest = plan
+            return self.read(indices, whole_blocks=whole_blocks), counts, digest
+
+        for batch in in_order(read, planned):
             self._cache.next_batch()
-            yield batch, counts, 0
+            yield batch
 
     def read(self, indices: np.ndarray, *, whole_blocks: bool = False) -> Any:
         """Return the rows ``indices``, int64 ``[m]``, in this order.
