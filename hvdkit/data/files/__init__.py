@@ -56,7 +56,7 @@ def parquet(
             damaged row group is an error even so.
 
     Raises:
-        ValueError: There is no file, files have unlike columns, or a column does not exist.
+        ValueError: No file was found, files have unlike columns, or a column does not exist.
         DataError: A file is damaged.
         CollectiveMismatchError: Ranks see different files.
 
@@ -85,7 +85,7 @@ def tfrecord(paths: Paths, parse: Parse = None, *, on_error: OnError = "raise") 
             ``source.skipped``. All records are read once to find them.
 
     Raises:
-        ValueError: There is no file.
+        ValueError: No file was found.
         DataError: A file is damaged or compressed.
         CollectiveMismatchError: Ranks see different files.
 
@@ -144,13 +144,13 @@ def delimited(
         paths: A file, a folder, a pattern or a URL that fsspec knows, or a sequence of these.
         columns: The name and dtype of each value of a line: numbers, booleans, or "S" for bytes.
         delimiter: The character between values.
-        header_lines: Number of lines at the start of each file that are no examples.
+        header_lines: Number of lines at the start of each file to skip.
         fill: For columns with missing values: what replaces them. Missing floats are NaN by default.
         on_error: As for :func:`tfrecord`; a line with another number of values is damaged.
 
     Raises:
         TypeError: A dtype is not supported.
-        ValueError: There is no file.
+        ValueError: No file was found.
         DataError: A file is compressed, or a line does not have these columns.
         CollectiveMismatchError: Ranks see different files.
 

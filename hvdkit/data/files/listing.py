@@ -51,7 +51,7 @@ def list_files(paths: Paths, suffixes: Sequence[str] = ()) -> list[File]:
 
     Raises:
         TypeError: A path is not a string or path.
-        ValueError: There is no file, or one is listed twice.
+        ValueError: No file was found, or one is listed twice.
         ImportError: fsspec asks for a package.
 
     Example:

@@ -242,7 +242,7 @@ class FileSource:
         return {"examples": self.examples, "arrays": {"files": self.layouts[0].kind}, "rows": self.digest()}
 
     def identity(self, shuffle: Shuffle) -> dict[str, Any]:
-        """Return what, beside the seed and sizes, determines the global order."""
+        """Return what determines the global order in addition to the seed and sizes."""
         return {"shuffle": shuffle.mode, "interleave": shuffle.lanes, "files": self.digest()}
 
     def digest(self) -> int:

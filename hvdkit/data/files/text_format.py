@@ -25,7 +25,7 @@ class LineFormat(RecordFormat):
     """Lines of text, each of which is an example.
 
     Args:
-        header_lines: Lines at the start of each file that are no examples.
+        header_lines: Number of lines at the start of each file to skip.
     """
 
     name = "lines"
@@ -66,7 +66,7 @@ class DelimitedFormat(LineFormat):
     Args:
         columns: The name and dtype of each value.
         delimiter: One character.
-        header_lines: Lines at the start of each file that are no examples.
+        header_lines: Number of lines at the start of each file to skip.
         fill: The value that replaces missing values, for each column that may have some.
     """
 
