@@ -54,7 +54,7 @@ def grouped_allgather(
 
     Args:
         xs: arrays or tensors. Their number, dtypes, and shapes after the first axis must be equal on every rank.
-        others: as for :func:`allgather`.
+        process_set, group, name: as for :func:`allgather`.
 
     Returns:
         The results, in the order of ``xs``.
@@ -111,7 +111,7 @@ def alltoall(
         x: array or tensor ``[rows, ...]``; axes after the first must be equal on every rank.
         splits: integers ``[N]``: a row count for each of the N ranks, with the number of rows of ``x`` as their sum.
             They may be 0 and differ between ranks. Default: equal parts; then the rows must be a multiple of N.
-        others: as for :func:`allgather`.
+        process_set, group, name: as for :func:`allgather`.
 
     Returns:
         The received rows, in rank order of their senders. If ``splits`` is given, a pair of the rows and an int32 array

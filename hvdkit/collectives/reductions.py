@@ -93,7 +93,7 @@ def grouped_allreduce(
 
     Args:
         xs: numbers, arrays or tensors. Their number, shapes and dtypes must be equal on every rank.
-        others: as for :func:`allreduce`.
+        op, prescale_factor, postscale_factor, process_set, group, name: as for :func:`allreduce`.
 
     Returns:
         The results, in the order of ``xs``.
@@ -207,7 +207,7 @@ def reducescatter(
     Args:
         x: array or tensor ``[rows, ...]``; shape and dtype must be equal on every rank.
         op: ``hk.Average`` or ``hk.Sum``.
-        others: as for :func:`allreduce`.
+        prescale_factor, postscale_factor, process_set, group, name: as for :func:`allreduce`.
 
     Returns:
         Rows ``r*k`` to ``(r+1)*k`` of the reduced array on the r-th rank, with ``k = rows / size``; if there is a
@@ -248,7 +248,7 @@ def grouped_reducescatter(
 
     Args:
         xs: arrays or tensors. Their number, shapes and dtypes must be equal on every rank.
-        others: as for :func:`reducescatter`.
+        op, prescale_factor, postscale_factor, process_set, group, name: as for :func:`reducescatter`.
 
     Returns:
         The results, in the order of ``xs``.
@@ -307,7 +307,7 @@ def broadcast(
     Args:
         x: number, array or tensor; shape and dtype must be equal on every rank.
         root: the rank whose value is sent, by its number in the world; must be in ``process_set``, if given.
-        others: as for :func:`allreduce`.
+        process_set, group, name: as for :func:`allreduce`.
 
     Returns:
         The value of ``root``, of the same kind, shape and dtype as ``x``.

@@ -149,7 +149,7 @@ class RowParallelDense(_ParallelDense):
             ``input_is_parallel`` is True and their number is not M times this rank's.
         input_is_parallel: inputs are this rank's ``[..., local]``, the output of :class:`ColumnParallelDense`; with
             False, take this rank's columns of the full inputs.
-        others: as for :class:`ColumnParallelDense`.
+        **kwargs: the other arguments of :class:`ColumnParallelDense`, except ``gather_output``.
 
     Raises:
         ValueError: the number of inputs differs from the number of this rank's rows.

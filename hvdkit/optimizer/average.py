@@ -15,6 +15,7 @@ from hvdkit import cluster
 from hvdkit.collectives.batch_share import current_factor, times_share, within_share
 from hvdkit.collectives.call_checks import Call, agree_on_call, attempt
 from hvdkit.collectives.conversion import as_tensor, graph_safe
+from hvdkit.collectives.graphs import not_constant
 from hvdkit.collectives.ops import Average, ReduceOp, checked_op, op_label
 from hvdkit.collectives.process_sets import RankGroup, describe_group, resolve
 from hvdkit.collectives.tensors import grouped_allreduce
@@ -223,8 +224,7 @@ def weight_factor(averaging: Averaging) -> tf.Tensor:
     """
     w = tf.cast(as_tensor(averaging.weight), tf.float64)
     if not tf.executing_eagerly():
-        # Otherwise, TensorFlow removes whatever a constant weight of 0 is multiplied with, collectives included.
-        w = tf.compat.v1.placeholder_with_default(w, w.shape)
+        w = not_constant(w)  # TensorFlow removes whatever a constant 0 is multiplied with, collectives included
     # Inside a graph it is too late to raise on every rank, so an invalid weight makes the result NaN on every rank.
     w = tf.where(w >= 0, w, np.nan)
     if checked_op(averaging.op) == ReduceOp.Sum:

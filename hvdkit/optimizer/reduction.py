@@ -26,7 +26,7 @@ class Reduction(Averaging):
     Attributes:
         combines: False if gradients are already combined, by the tape or by a LossScaleOptimizer around the optimizer.
         reduced: if already combined, whether they are only this rank's elements.
-        others: as for ``hk.DistributedOptimizer``.
+        accumulate_steps, clip_global_norm, sparse_updates, shard_states: as for ``hk.DistributedOptimizer``.
     """
 
     accumulate_steps: int = 1
