@@ -16,7 +16,8 @@ from hvdkit.errors import describe
 from hvdkit.machine.terminal import aligned
 
 if TYPE_CHECKING:
-    from hvdkit.data.files.source import FileSource, Format
+    from hvdkit.data.files.formats import Format
+    from hvdkit.data.files.source import FileSource
 
 Kind = Literal["auto", "parquet", "tfrecord", "array_record", "npy", "lines"]
 _BLOCKS_PER_RANK = 10  # a rank reads at most one block more than its part: 10 %

@@ -10,11 +10,14 @@ from hvdkit import cluster
 from hvdkit.cluster.logs import get_logger
 from hvdkit.data.arrays import ArraySource
 from hvdkit.data.files.source import FileSource
+from hvdkit.data.growth import GrowingFiles, Growth
 from hvdkit.data.indexed import Mode, Shuffle
+from hvdkit.data.mixture import Mixture
 from hvdkit.data.order import Remainder
 from hvdkit.data.stream import StreamSource
 from hvdkit.errors import describe, integer
 
+Source = ArraySource | FileSource | Mixture | StreamSource
 STREAM_BUFFER = 10_000
 """Default size of a stream's shuffle buffer, in examples."""
 BLOCK_BUFFER = 2**18
@@ -57,7 +60,7 @@ def check_state(state: Any, identity: dict[str, Any]) -> None:
             raise ValueError(describe(f"state[{key!r}]", state[key], f"{expected!r}, as now", _REMEDIES[key]))
 
 
-def source(data: Any, map_fn: Callable[..., Any] | None) -> ArraySource | FileSource | StreamSource:
+def source(data: Any, map_fn: Callable[..., Any] | None) -> Source:
     """Return ``data`` as a source of examples."""
     tensorflow = sys.modules.get("tensorflow")  # already imported if data is a Dataset
     if tensorflow is not None and isinstance(data, tensorflow.data.Dataset):
@@ -65,11 +68,23 @@ def source(data: Any, map_fn: Callable[..., Any] | None) -> ArraySource | FileSo
     if map_fn is not None:
         remedy = "it is for a tf.data.Dataset; map each batch of arrays or files after it is read, or use parse="
         raise TypeError(describe("map_fn", map_fn, "None for arrays and files", remedy))
-    return data if isinstance(data, FileSource) else ArraySource(data)
+    return data if isinstance(data, FileSource | Mixture) else ArraySource(data)
+
+
+def growing_files(growth: Any, source: Source) -> GrowingFiles | None:
+    """Return the files of the first epoch, for data that grow."""
+    if growth is None:
+        return None
+    if growth not in get_args(Growth):
+        raise ValueError(describe("growth", growth, "'append', 'replace' or None", "choose one of them"))
+    if not isinstance(source, FileSource):
+        remedy = "leave it out: only files are found again"
+        raise TypeError(describe("growth", growth, "files, e.g. hk.data.parquet(paths)", remedy))
+    return GrowingFiles(growth, source, source)
 
 
 def shuffle_of(
-    source: ArraySource | FileSource | StreamSource,
+    source: Source,
     batch_size: int,
     seed: int | None,
     mode: Mode,
@@ -92,7 +107,7 @@ def shuffle_of(
                 remedy = "leave it out; it is for shuffle='blocks' on files"
                 raise TypeError(describe(name, value, "None for a full shuffle", remedy))
         return Shuffle(seed, buffer=buffer)
-    if not isinstance(source, FileSource):
+    if not all(isinstance(each, FileSource) for each in (source.sources if isinstance(source, Mixture) else [source])):
         remedy = "leave it out: arrays are shuffled whole, and streams with shuffle_buffer"
         raise TypeError(describe("shuffle", mode, "files, e.g. hk.data.parquet(paths)", remedy))
     lanes = min(LANES, batch_size) if interleave is None else integer("interleave", interleave, minimum=1)
@@ -102,10 +117,10 @@ def shuffle_of(
     return Shuffle(seed, "blocks", buffer or BLOCK_BUFFER, lanes)
 
 
-def warn_about_reading(source: FileSource, shuffle: Shuffle, batch_size: int, size: int) -> None:
-    """Warn the user if ranks read much more of the files than their part."""
+def warn_about_reading(source: FileSource | Mixture, shuffle: Shuffle, batch_size: int, size: int) -> None:
+    """Warn the user if ranks read much more of large files than their part."""
     times = source.read_times(shuffle, batch_size, size)
-    if times < _MUCH_READING:
+    if times < _MUCH_READING or source.is_small:
         return
     lanes = -(-(shuffle.lanes or LANES) // size) * size
     remedy = f"interleave={lanes}" if shuffle.mode == "blocks" else "shuffle='blocks'"
@@ -154,6 +169,13 @@ _REMEDIES = {
     "shuffle": "pass the same shuffle as before",
     "shuffle_buffer": "pass the same shuffle_buffer as before",
     "interleave": "pass the same interleave as before, whatever the number of ranks",
+    "weights": "pass the same weights as before",
+    "sources": "pass the sources of the saved run, or start over",
     "files": "pass the files of the saved run, or start over",
+    "growth": "pass the same growth as before",
+    "file_names": "pass the files of the saved run, or start over",
+    "earlier_files": "pass the files of the saved run, or start over",
+    "first_epoch": "pass what GlobalBatches.state returned, unchanged",
+    "first_step": "pass what GlobalBatches.state returned, unchanged",
     "order_check": "use the NumPy of the saved run: this version shuffles differently",
 }

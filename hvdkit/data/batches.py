@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import optree
 
+from hvdkit.cluster.logs import get_logger
 from hvdkit.cluster.progress import spending
 from hvdkit.data import arguments, order
 from hvdkit.data.aligned import tensor_of
 from hvdkit.data.arrays import ArraySource
 from hvdkit.data.files.source import FileSource
+from hvdkit.data.growth import GrowingFiles, Growth
 from hvdkit.data.indexed import Mode
 from hvdkit.data.keras_dataset import batches_at_once, keras_dataset, weighted, weighted_spec
+from hvdkit.data.mixture import Mixture
 from hvdkit.errors import describe, integer
 
 if TYPE_CHECKING:
@@ -40,7 +43,8 @@ class GlobalBatches(Iterator[Any]):
         arrays_or_source: The entire data, the same on every rank: an array ``[n, ...]``, a nested tuple, list or dict
             of arrays of equal length (NumPy arrays, memory maps, TensorFlow tensors, h5py data sets, or any object with
             ``len`` and indexing by an integer array), a source of files such as :func:`hvdkit.data.parquet`, or a
-            ``tf.data.Dataset`` of single examples. From files, only the rows of this rank are read.
+            ``tf.data.Dataset`` of single examples. From files, only the rows of this rank are read. Several sources are
+            mixed with :func:`hvdkit.data.mixture`.
         global_batch_size: B, over all ranks; at least N.
         shuffle_seed: Shuffle each epoch with this seed, an integer >= 0. None keeps the order of the data.
         shuffle: "full": all examples are permuted. "blocks", for files: their blocks, such as row groups, are permuted,
@@ -56,6 +60,9 @@ class GlobalBatches(Iterator[Any]):
             all lanes; default: 262,144.
         interleave: For ``shuffle="blocks"``: the number of lanes; default: 16. Each batch has rows from all lanes, and
             each lane reads its own blocks. Choose a multiple of N, and keep it when N changes.
+        growth: For files that are added during the run; see :meth:`add_new_files`. "append": epochs read the files
+            that were there before, and the new ones. "replace": each epoch reads the files that are new to it. The
+            state names the files.
         rank: r, and
         size: N, to override the cluster's. For the data-parallel part of a larger mesh, and for use without a cluster.
 
@@ -63,6 +70,9 @@ class GlobalBatches(Iterator[Any]):
         The structure of the data (array for array, tuple for tuple, dict for dict), each leaf ``[local rows, ...]``
         with ``(r+1)*B//N - r*B//N`` local rows. NumPy arrays; TensorFlow tensors from a ``tf.data.Dataset`` or with
         ``as_tensors``.
+
+    Attributes:
+        available_epochs: The number of epochs that can be read before files are added; None for no limit.
 
     Raises:
         TypeError: The data does not consist of arrays, or has object arrays; an argument has the wrong type, or is not
@@ -92,6 +102,7 @@ class GlobalBatches(Iterator[Any]):
         map_fn: Callable[..., Any] | None = None,
         shuffle_buffer: int | None = None,
         interleave: int | None = None,
+        growth: Growth | None = None,
         rank: int | None = None,
         size: int | None = None,
     ):
@@ -107,7 +118,7 @@ class GlobalBatches(Iterator[Any]):
         self._shuffle = arguments.shuffle_of(
             self._source, self._batch_size, shuffle_seed, shuffle, shuffle_buffer, interleave
         )
-        if self._rank == 0 and isinstance(self._source, FileSource):
+        if self._rank == 0 and isinstance(self._source, FileSource | Mixture):
             arguments.warn_about_reading(self._source, self._shuffle, self._batch_size, self._size)
         self._rank_rows = order.RankRows(self._rank, self._size, self._batch_size)
         self._rows = self._rank_rows.rows(self._batch_size)
@@ -115,9 +126,14 @@ class GlobalBatches(Iterator[Any]):
         self._weights: tuple[int, Any] = (0, None)  # cache: the last global_count, and its sample_weight
         if with_sample_weight:
             self._require_pairs()
-        self._steps_per_epoch = self._known_steps_per_epoch()
+        self._steps_per_epoch: int | None
         self._order_check = order.order_check(self._shuffle.seed)
-        self._source_identity = self._source.identity(self._shuffle)
+        self._take_source(self._source)
+        self._files: GrowingFiles | None = None
+        self._first = 0, 0  # the first epoch that reads the present files, and the number of batches before it
+        self.available_epochs = self._epochs
+        if (files := arguments.growing_files(growth, self._source)) is not None:
+            self._take_files(files)
         self._epoch = self._step = 0  # position of the next batch
         self._restores = self._epoch_yielded = 0
         self._count: int | None = None  # b of the batch just yielded
@@ -128,7 +144,7 @@ class GlobalBatches(Iterator[Any]):
         return self
 
     def __next__(self) -> Any:
-        while self._epochs is None or self._epoch < self._epochs:
+        while self.available_epochs is None or self._epoch < self.available_epochs:
             with spending("input"):
                 batch = self._read()
             if batch is not None:
@@ -145,7 +161,7 @@ class GlobalBatches(Iterator[Any]):
             [[[0, 1], [2, 3]], [[0, 1], [2, 3]]]
         """
         has_yielded = False
-        while self._epochs is None or self._epoch < self._epochs:
+        while self.available_epochs is None or self._epoch < self.available_epochs:
             with spending("input"):
                 batch = self._read()
             if batch is not None:
@@ -205,7 +221,8 @@ class GlobalBatches(Iterator[Any]):
     @property
     def step(self) -> int:
         """The number of batches yielded since the start of training, over all epochs and restores."""
-        return self._epoch * (self._steps_per_epoch or 0) + self._step
+        first_epoch, first_step = self._first
+        return first_step + (self._epoch - first_epoch) * (self._steps_per_epoch or 0) + self._step
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -231,9 +248,11 @@ class GlobalBatches(Iterator[Any]):
         regardless of how much has been prefetched.
 
         Raises:
-            ValueError: ``global_step`` is negative, or beyond what has been read of a stream of unknown length.
+            ValueError: ``global_step`` is negative, before the last files were added, or beyond what has been read of a
+                stream of unknown length.
         """
-        integer("global_step", global_step, minimum=0)
+        first_epoch, first_step = self._first
+        integer("global_step", global_step, minimum=first_step)
         steps = self._steps_per_epoch
         if steps is None and global_step > self._step:
             assert_length = "dataset.apply(tf.data.experimental.assert_cardinality(n))"
@@ -241,8 +260,8 @@ class GlobalBatches(Iterator[Any]):
             raise ValueError(
                 describe("global_step", global_step, f"at most {self._step}, the batches read so far", remedy)
             )
-        epoch, step = (0, global_step) if steps is None else divmod(global_step, steps)
-        return {"epoch": epoch, "step": step, "global_step": global_step, **self._identity()}
+        epoch, step = (0, global_step) if steps is None else divmod(global_step - first_step, steps)
+        return {"epoch": first_epoch + epoch, "step": step, "global_step": global_step, **self._identity()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a saved ``state``, at any number of ranks.
@@ -251,7 +270,12 @@ class GlobalBatches(Iterator[Any]):
             ValueError: The state is from a different seed, data set size or batch size, so that its position is
                 meaningless here; or it is not a state.
         """
-        arguments.check_state(state, self._identity())
+        other = copy.copy(self)
+        if self._files is not None:
+            other._take_files(self._files.restored(state))
+        arguments.check_state(state, other._identity())
+        if other._files is not None:
+            self._take_files(other._files)
         if self._steps_per_epoch is None:
             self._steps_per_epoch = state["steps_per_epoch"]
         self._epoch = self._epoch_yielded = integer("state['epoch']", state["epoch"], minimum=0)
@@ -259,10 +283,68 @@ class GlobalBatches(Iterator[Any]):
         self._count = self._reader = None
         self._restores += 1
 
+    def add_new_files(self, epoch: int | None = None) -> list[str]:
+        """Look for files that were added since the last call, and read them from the next epoch on, or as ``epoch``.
+
+        For ``growth=``. All ranks must call this at the end of an epoch. New files come after the present ones in the
+        order of the data, and keep their place when they are restored. Write a file under a name that begins with "."
+        or "_", then rename it, so that it is found when it is complete.
+
+        Args:
+            epoch: The first epoch that reads the new files; default: the next. For ``hk.fit``, which does not advance
+                this iterator, pass its ``initial_epoch``.
+
+        Returns:
+            The names of the new files. An empty list if nothing changes: no file is new, or, with
+            ``growth="replace"``, the new files have too few rows for a batch.
+
+        Raises:
+            TypeError: The data are not files with ``growth=``.
+            ValueError: The epoch has not ended, or ``epoch`` is before the next.
+            DataError: A new file is damaged, or one that is to be read again has changed or disappeared.
+            CollectiveMismatchError: Ranks call this at different epochs, or see different files.
+
+        Example:
+            >>> batches = GlobalBatches(hk.data.parquet("clicks/"), 65536, growth="replace")  # doctest: +SKIP
+            >>> while True:  # doctest: +SKIP
+            ...     for batch in batches.one_epoch():
+            ...         train_step(batch)
+            ...     while not batches.add_new_files():
+            ...         time.sleep(60)
+        """
+        if self._files is None:
+            remedy = "pass GlobalBatches(growth='append') or 'replace'"
+            raise TypeError(describe("growth", None, "'append' or 'replace'", remedy))
+        if self._steps_per_epoch is not None and self._step == self._steps_per_epoch:
+            self._end_epoch()
+        if self._step:
+            got, remedy = f"step {self._step} of epoch {self._epoch}", "read the epoch to its end"
+            raise ValueError(describe("add_new_files", got, "the end of an epoch", remedy))
+        epoch = self._epoch if epoch is None else integer("epoch", epoch, minimum=self._epoch)
+        step = self.state_at(self.step)["global_step"] + (epoch - self._epoch) * (self._steps_per_epoch or 0)
+        files = self._files.grown(epoch, step, self._batch_size if self._remainder == "drop" else 1)
+        if files is None:
+            return []
+        new = [name for name in files.source.names if name not in self._files.source.names]
+        self._take_files(files)
+        self._epoch = self._epoch_yielded = epoch
+        self._restores += 1
+        if self._rank == 0:
+            get_logger().info("data: epoch %d reads %d new file(s); now %r", epoch, len(new), files.source)
+        return new
+
     def fingerprint(self) -> dict[str, Any]:
-        """Return a JSON-compatible fingerprint, equal on ranks with equal data: seed, sizes, dtypes, checksums."""
+        """Return a JSON-compatible fingerprint, equal on ranks with equal data and order.
+
+        It has the arguments that determine the order, sizes, dtypes and checksums.
+        """
         settings = {"seed": self._shuffle.seed, "batch_size": self._batch_size, "remainder": self._remainder}
-        return {**self._source.fingerprint(), **settings}
+        order_settings = {
+            "shuffle": self._shuffle.mode,
+            "shuffle_buffer": self._shuffle.buffer,
+            "interleave": self._shuffle.lanes,
+        }
+        return {**self._source.fingerprint(), **settings, **order_settings}
 
     def as_keras(self) -> tf.data.Dataset:
         """Return the remaining batches as a ``tf.data.Dataset`` of ``(x, y, sample_weight)`` for ``fit``.
@@ -354,6 +436,23 @@ class GlobalBatches(Iterator[Any]):
 
     # ---- inside -----------------------------------------------------------------------------------------------
 
+    def _take_files(self, files: GrowingFiles) -> None:
+        if files.source is not self._source:
+            self._take_source(files.source)
+        self._files, self._first = files, (files.first_epoch, files.first_step)
+        limits = [limit for limit in (self._epochs, files.end) if limit is not None]
+        self.available_epochs = min(limits, default=None)
+
+    def _take_source(self, source: arguments.Source) -> None:
+        before = self._source
+        self._source = source
+        try:
+            self._steps_per_epoch = self._known_steps_per_epoch()
+        except ValueError:
+            self._source = before
+            raise
+        self._source_identity = source.identity(self._shuffle)
+
     def _read(self) -> Any:
         """Return the next batch of this epoch, or None at its end."""
         if self._reader is None:
@@ -402,6 +501,7 @@ class GlobalBatches(Iterator[Any]):
             "shuffle_buffer": self._shuffle.buffer,
             "order_check": self._order_check,
             **self._source_identity,
+            **({} if self._files is None else self._files.state),
         }
 
     def _as_dataset(self, batches: GlobalBatches, convert: _Convert, spec: Any, at_once: int) -> Any:

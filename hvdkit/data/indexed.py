@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -36,17 +36,12 @@ class IndexedSource(Protocol):
 
     Attributes:
         examples: The number of examples.
-        structure: A structure (tuple, list, dict, nested) like that of a batch.
     """
 
     examples: int
-    structure: Any
 
     def order(self, shuffle: Shuffle, epoch: int, batch_size: int) -> order.Order | None:
         """Return the order of an epoch, or None for the order of the data."""
-
-    def read(self, indices: np.ndarray) -> Any:
-        """Return the examples ``indices``, int64."""
 
 
 def batches_of_epoch(

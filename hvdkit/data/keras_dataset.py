@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -64,7 +65,7 @@ def keras_dataset(
     if at_once > 1:
         spec = tf.nest.map_structure(lambda s: tf.TensorSpec([None, *s.shape], s.dtype), spec)
     parts = tf.nest.flatten(spec, expand_composites=True)
-    passes = _Passes(open_at, position, steps, [_empty_array(part) for part in parts])
+    passes = _Passes(open_at, position, steps, parts)
 
     def read(at: Any, _: Any) -> tuple[Any, Any]:
         at, *batches = tf.numpy_function(passes.read, [at], [tf.int64, *(part.dtype for part in parts)])
@@ -88,6 +89,7 @@ def keras_dataset(
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
     dataset = dataset.prefetch(2).with_options(options)
     mark_share(dataset)
+    weakref.finalize(dataset, passes.close)  # TensorFlow keeps the function that reads, and with it the passes
     return dataset
 
 
@@ -99,9 +101,10 @@ class _Passes:
         open_at: Callable[[int, int], Iterator[tuple[int, Any]]],
         position: Callable[[], tuple[int, int, int]],
         steps: int | None,
-        empty_arrays: list[np.ndarray],
+        parts: list[Any],
     ) -> None:
-        self._open_at, self._position, self._steps, self._empty_arrays = open_at, position, steps, empty_arrays
+        self._open_at, self._position, self._steps, self._parts = open_at, position, steps, parts
+        self._empty_arrays = [_empty_array(part) for part in parts]
         self._origin, self._started = position(), itertools.count()
         # Readers by position. A reader that was dropped is reopened.
         self._readers: dict[tuple[int, int, int], Iterator[tuple[int, Any]]] = {}
@@ -127,6 +130,11 @@ class _Passes:
             remedy = "set GlobalBatches(epochs=) to at least fit's epochs, or to None"
             raise ValueError(describe("epochs", got, "more batches", remedy))
         arrays = tf.nest.flatten(_lists_to_tuples(batches), expand_composites=True)
+        for array, part in zip(arrays, self._parts, strict=True):
+            if not part.shape.is_compatible_with(array.shape):
+                expected = f"{part.shape.as_list()}, as that of the first example"
+                remedy = "map every batch to the same shape, e.g. with .to_tensor(shape=[None, 8])"
+                raise ValueError(describe("arrays_or_source", f"a batch of shape {[*array.shape]}", expected, remedy))
         if remaining != _UNTIL_END and count >= remaining:
             if count > remaining:
                 arrays = [array[:remaining] for array in arrays]
@@ -138,6 +146,11 @@ class _Passes:
             while len(self._readers) > _OPEN_READERS:
                 del self._readers[next(iter(self._readers))]
         return [np.array(at), *arrays]
+
+    def close(self) -> None:
+        """Close all readers; those that are still needed are opened again."""
+        with self._lock:
+            self._readers.clear()
 
     def _begin(self) -> tuple[int, int, int]:
         with self._lock:

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from hvdkit.training.fit_session import FitSession, check_model
+from hvdkit.training.global_batch_shares import GlobalBatchShares
 from hvdkit.training.inputs import DataPair, FitData, prepare_data
 from hvdkit.training.keras_callbacks import CallbackList
 
@@ -47,7 +48,10 @@ def evaluate(
     def build() -> DataPair:
         check_model(model)
         data = FitData(x=x, y=y, sample_weight=sample_weight, batch_size=batch_size, steps=steps)
-        return data.shares(), None
+        shares = data.shares()
+        if isinstance(shares, GlobalBatchShares):
+            shares.check_labels(model)
+        return shares, None
 
     shares, _ = prepare_data(f"hk.evaluate(batch_size={batch_size}, steps={steps})", build)
     session = FitSession.of(model, may_be_empty=shares.may_be_empty)

@@ -104,10 +104,14 @@ def fit(
             initial_epoch=initial_epoch,
         ).shares()
         if isinstance(training_shares, GlobalBatchShares):
+            training_shares.check_labels(model)
             training_shares.check_epochs(epochs)
             if logdir is not None and training_shares.num_batches is None:
                 remedy = "set it: dataset.apply(tf.data.experimental.assert_cardinality(n))"
                 raise ValueError(describe("x", "GlobalBatches of unknown length, with logdir=", "a known one", remedy))
+            if logdir is not None and x._files is not None:
+                remedy = "read them in a loop with hk.Supervisor, which restores the files of each epoch"
+                raise ValueError(describe("x", "GlobalBatches(growth=), with logdir=", "one without growth=", remedy))
         if validation is None:
             return training_shares, None
         val_x, val_y, val_weight = data_adapter_utils.unpack_x_y_sample_weight(validation)
@@ -119,6 +123,8 @@ def fit(
             steps=validation_steps,
             argument="validation_data",
         ).shares()
+        if isinstance(validation_shares, GlobalBatchShares):
+            validation_shares.check_labels(model)
         return training_shares, validation_shares
 
     shares, validation_shares = prepare_data(call, build)

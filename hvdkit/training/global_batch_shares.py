@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import keras
 import tensorflow as tf
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter, make_class_weight_map_fn
 
@@ -50,11 +51,14 @@ class GlobalBatchShares(Shares):
             got = f"GlobalBatches of rank {batches._rank} of {batches._size}"
             expected = f"{data_rank.index} of {data_rank.size}"
             raise ValueError(describe(argument, got, expected, "leave out rank= and size= of GlobalBatches"))
+        if batches._files is not None and steps is not None:
+            remedy = "leave it out: epochs end where files are added"
+            raise ValueError(describe("steps_per_epoch", steps, "None for GlobalBatches(growth=)", remedy))
         self._trains, self._steps, self._initial_epoch = initial_epoch is not None, steps, initial_epoch or 0
         self._batches = batches.copy_at(*self._start(batches, self._initial_epoch))
         if self._trains:
             self._check_position(batches, argument)
-        self._class_weight = class_weight
+        self._class_weight, self._argument = class_weight, argument
         self.digest = json.dumps(batches.fingerprint(), sort_keys=True, default=str)
         super().__init__(TFDatasetAdapter(self._batches.as_shares()), data_rank)
 
@@ -76,14 +80,23 @@ class GlobalBatchShares(Shares):
             remedy = "call batches.restore(batches.state_at(0)); pass initial_epoch= or logdir= to continue"
             raise ValueError(describe(argument, got, expected, remedy))
 
+    def check_labels(self, model: keras.Model) -> None:
+        """Raise ValueError if Keras's own steps would compute the model's loss from missing labels."""
+        methods = ("train_step", "test_step", "compute_loss")
+        has_own = any(getattr(type(model), name) is not getattr(keras.Model, name) for name in methods)
+        if keras_parts(self._batches._source.structure) == 1 and model.loss is not None and not has_own:
+            remedy = "make them part of the data: (x, y), or source.map(function) to return such pairs"
+            raise ValueError(describe(self._argument, "GlobalBatches without labels", "those of the loss", remedy))
+
     def check_epochs(self, epochs: int) -> None:
         """Raise ValueError if the batches end before ``epochs`` Keras epochs."""
-        available, data_steps = self._batches._epochs, self._batches.steps_per_epoch
+        available, data_steps = self._batches.available_epochs, self._batches.steps_per_epoch
         needed = epochs if not (data_steps and self._steps) else -(-epochs * self._steps // data_steps)
         if available is not None and needed > available:
-            got = f"{epochs}, with GlobalBatches(epochs={available})"
-            remedy = f"pass GlobalBatches(epochs={needed}), or None"
-            raise ValueError(describe("epochs", got, f"at most {available}", remedy))
+            got, remedy = f"GlobalBatches(epochs={available})", f"pass GlobalBatches(epochs={needed}), or None"
+            if available != self._batches._epochs:
+                got, remedy = "GlobalBatches(growth='replace')", "call add_new_files after each epoch"
+            raise ValueError(describe("epochs", f"{epochs}, with {got}", f"at most {available}", remedy))
 
     @property
     def position(self) -> GlobalBatches | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import secrets
 from collections.abc import Callable
@@ -179,7 +180,15 @@ def _compare(descriptions: list[_DataDescription]) -> None:
     remedy = "seed what draws or shuffles them (keras.utils.set_random_seed), or load the same files"
     digests = zip(*(each.digests for each in descriptions), strict=True)
     for name, ranks in zip(("x, y", "validation_data"), digests, strict=True):
-        compare(ranks, name, remedy, show=lambda *_: ("other data", "the whole data set"))
+        compare(ranks, name, remedy, show=_show_digests)
+
+
+def _show_digests(odd: Any, usual: Any) -> tuple[str, str]:
+    """Return descriptions of the digests of arrays, or name what differs in those of GlobalBatches, as JSON."""
+    if not (isinstance(odd, str) and isinstance(usual, str)):
+        return "other data", "the whole data set"
+    first, second = json.loads(odd), json.loads(usual)
+    return f"other data ({', '.join(name for name in second if first.get(name) != second[name])})", "the same"
 
 
 def _show_sizes(odd: Any, usual: Any) -> tuple[str, str]:

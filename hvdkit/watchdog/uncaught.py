@@ -127,11 +127,16 @@ def exit_code_of(error: BaseException) -> int:
     return error.exit_code if isinstance(error, HvdkitError) else 1
 
 
+_TRACEBACK = "Traceback (most recent call last):"
+
+
 def cause_of(error: BaseException) -> str:
     """Return the most informative line of an error's message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
     if any("has been shut down" in line for line in lines):
         return "another rank left the job; its own error is printed above"
+    if lines[0].startswith("Graph execution error") and _TRACEBACK in lines:
+        return lines[lines.index(_TRACEBACK) - 1]  # an error of Python in a graph, such as one of a generator
     # TensorFlow puts the cause between "Graph execution error:" with its stack, and the node.
     frame = ("Graph execution error", "Detected at", "File ", "[[{{node")
     causes = [line for line in lines if not line.startswith(frame)] or lines

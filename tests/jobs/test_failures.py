@@ -76,6 +76,12 @@ def test_a_process_alone_ends_with_the_exit_code_of_the_error(error, code):
             "Graph execution error:\n\nDetected at node a\n  File x\n\nMPI failed.\n\t [[{{node a.1}}]] [Op:f]",
             "MPI failed.",
         ),
+        (
+            "Graph execution error:\n\nDetected at node a\n<no stack>\nDataError: a.csv has changed\n"
+            'Traceback (most recent call last):\n\n  File "x"\n    values = next(it)\n\n'
+            "\t [[{{node PyFunc}}]]\n\t [[IteratorGetNext]] [Op:f]",
+            "DataError: a.csv has changed",
+        ),
         ("the disk is full\nby 3 bytes", "the disk is full"),
         ("Graph execution error:", "Graph execution error:"),
         ("", "no message"),
@@ -83,3 +89,31 @@ def test_a_process_alone_ends_with_the_exit_code_of_the_error(error, code):
 )
 def test_the_cause_is_the_line_that_says_most(message, cause):
     assert cause_of(RuntimeError(message)) == cause
+
+
+LOOPS = {
+    "a loop": "for x, _ in batches:\n    hk.allreduce(x.sum())\n    spoil()\n",
+    "hk.fit": "hk.fit(model, batches, epochs=9, verbose=0, callbacks=[keras.callbacks.LambdaCallback("
+    "on_train_batch_end=lambda *_, **__: spoil())])\n",
+    "a Supervisor": "with hk.Supervisor(f'{folder}/_log', model=model, data=batches) as sv:\n    for x, _ in batches:\n"
+    "        hk.allreduce(x.sum())\n        spoil()\n        sv.step(loss=0.0)\n",
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_data_file_that_disappears_under_one_rank_ends_all(loop, tmp_path):
+    """Rank 1 removes a file that only it reads later; the other ranks wait for it in a collective."""
+    script = (
+        f"import itertools, keras, pathlib\nfolder = pathlib.Path({str(tmp_path)!r})\n"
+        "lines = ''.join(f'{i},{i}\\n' for i in range(20_000))\n"
+        "[(folder / f'{i}.csv').write_text(lines) for i in range(6) if hk.rank() == 0]\nhk.barrier()\n"
+        "source = hk.data.delimited(folder, {'x': 'float32', 'y': 'float32'}).map(lambda b: (b['x'] * 0, b['y'] * 0))\n"
+        "batches = hk.data.GlobalBatches(source, 256, shuffle='blocks', interleave=2)\n"
+        "model = keras.Sequential([keras.layers.Input([1]), keras.layers.Dense(1)])\nmodel.compile('sgd', 'mse')\n"
+        "steps = itertools.count()\n"
+        "def spoil():\n    if next(steps) == 9 and hk.rank() == 1:\n        (folder / '5.csv').unlink()\n"
+    )
+    job = run(START + script + LOOPS[loop], MPI, 2)
+    assert job.code == 1, job.output
+    last = [line for line in untagged(job.output) if line.startswith("hvdkit: ")][-1]
+    assert re.search(r"rank 1 on \S+ failed.*: DataError: .*5\.csv has disappeared", last), job.output

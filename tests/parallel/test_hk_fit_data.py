@@ -214,6 +214,13 @@ def test_what_is_wrong_with_global_batches_is_an_error_on_every_rank(rng):
             hk.fit(model, batches, verbose=0, **options)
     with pytest.raises(ValueError, match=r"^epochs: got 3, .*expected at most 2; pass GlobalBatches\(epochs=3\)"):
         hk.fit(model, hk.data.GlobalBatches((x, y), 8, epochs=2), epochs=3, verbose=0)
+    for call, data in (
+        (hk.fit, {"x": hk.data.GlobalBatches({"x": x}, 8)}),
+        (hk.evaluate, {"x": hk.data.GlobalBatches((x,), 8)}),
+        (hk.fit, {"x": batches, "validation_data": hk.data.GlobalBatches(x, 8)}),
+    ):
+        with pytest.raises(ValueError, match=r"^(x|validation_data): got GlobalBatches without labels, expected .*map"):
+            call(model, verbose=0, **data)
     with pytest.raises(TypeError, match=r"a list of 2, expected .*\(\[a, b\], y\)"):
         hk.fit(model, hk.data.GlobalBatches([x, y], 8), verbose=0)
     next(batches)

@@ -53,3 +53,16 @@ def test_its_metrics_count_every_example_once():
     assert area == pytest.approx(inputs.clicks.auc(y, logits), abs=2e-3)
     expected = np.mean(np.logaddexp(0, logits) - y * logits)
     assert loss == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("write", [inputs.write_parquet, inputs.write_criteo])
+def test_a_recommender_learns_from_files(write, shared_path):
+    """A run that stopped within an epoch and was continued equals one that was not."""
+    folder = shared_path / "clicks"
+    if hk.is_chief():
+        write(inputs.planted_clicks(8_000, rows=50), folder, 4)
+    hk.barrier()
+    options = {"data_dir": str(folder), "rows": 50, "batch_size": 100, "epochs": 2}
+    recommender.run(recommender.Config(**options, logdir=shared_path / "run", max_steps=70))
+    found = recommender.run(recommender.Config(**options, logdir=shared_path / "run"))
+    assert found == recommender.run(recommender.Config(**options)) and found[1] > 0.62

@@ -36,7 +36,6 @@ STAYS_ANY = {
         "data.batches.GlobalBatches.__init__.arrays_or_source",
         "data.batches.GlobalBatches.__init__.map_fn",
         "data.batches.GlobalBatches.one_epoch.return",
-        "data.files.*.batch.return",
         "data.files.*.load*.return",
         "data.files.*.take.return",
         "data.files.source.FileSource.*",

@@ -23,7 +23,7 @@ def folder(tmp_path):
 def test_inspect_says_what_the_files_have(folder, capsys):
     assert main(["data", "inspect", str(folder), "--ranks", "3"]) == 0
     shown = capsys.readouterr().out
-    for text in ("3 (parquet)", "30,000", "id: int64, items: list<element: int64>", "30 of 1,000 rows", "up to 3 read"):
+    for text in ("3 (parquet)", "30,000", "id: int64, items: list<int64>", "30 of 1,000 rows", "up to 3 read"):
         assert text in shown
     assert main(["data", "inspect", str(folder), "--ranks", "4", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)

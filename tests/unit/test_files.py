@@ -10,122 +10,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tensorflow as tf
-from array_record.python.array_record_module import ArrayRecordWriter
+from helpers.data_files import (
+    FEATURES,
+    FORMATS,
+    MODES,
+    check_examples,
+    damage,
+    write_npy,
+    write_parquet,
+    write_tfrecord,
+)
 
 import hvdkit as hk
 from hvdkit.data import GlobalBatches
-from hvdkit.data.files import tfrecord_format
+from hvdkit.data.files import columns, source, tfrecord_format
 from hvdkit.data.files.listing import list_files
+from hvdkit.data.files.text_format import _from_hex
 
 ROWS = (310, 1, 157, 640)  # of the files
 EXAMPLES = sum(ROWS)
-MODES = {
-    "in order": {},
-    "full": {"shuffle_seed": 3},
-    "blocks": {"shuffle_seed": 3, "shuffle": "blocks", "shuffle_buffer": 200, "interleave": 4},
-    "lanes": {"shuffle": "blocks", "interleave": 4},
-}
-FEATURES = {
-    "id": tf.io.FixedLenFeature([], tf.int64),
-    "x": tf.io.FixedLenFeature([2], tf.float32),
-    "list": tf.io.RaggedFeature(tf.int64, row_splits_dtype=tf.int64),
-}
-
-
-def list_of(i):
-    return [i + k for k in range(i % 4)]
-
-
-def example(i):
-    ints = lambda values: tf.train.Feature(int64_list=tf.train.Int64List(value=values))  # noqa: E731
-    floats = tf.train.Feature(float_list=tf.train.FloatList(value=[i / 2, i / 4]))
-    features = {"id": ints([i]), "x": floats, "list": ints(list_of(i))}
-    return tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString()
-
-
-def write_parquet(path, ids):
-    columns = {
-        "id": ids,
-        "x": pa.FixedSizeListArray.from_arrays(np.array([[i / 2, i / 4] for i in ids], np.float32).ravel(), 2),
-        "list": [list_of(i) for i in ids],
-        "text": [f"r{i}" for i in ids],
-    }
-    pq.write_table(pa.table(columns), f"{path}.parquet", row_group_size=50)
-
-
-def write_tfrecord(path, ids):
-    with tf.io.TFRecordWriter(str(path)) as file:
-        for i in ids:
-            file.write(example(i))
-
-
-def write_array_record(path, ids):
-    file = ArrayRecordWriter(str(path), "group_size:1")
-    for i in ids:
-        file.write(example(i))
-    file.close()
-
-
-def write_delimited(path, ids):
-    lines = [f"{i},{i / 2},r{i}" for i in ids]
-    path.with_suffix(".csv").write_text("\n".join(["id,x,text", *lines]) + "\n" * (len(ids) % 2))
-
-
-def write_criteo(path, ids):
-    def line(i):
-        counts = [str(i + k) if (i + k) % 5 else "" for k in range(13)]
-        return "\t".join([str(i % 2), *counts, f"{i:08x}", *(f"{i + k:08x}" if i % 3 else "" for k in range(25))])
-
-    path.write_text("".join(f"{line(i)}\n" for i in ids))
-
-
-def write_npy(path, ids):
-    np.save(path, np.array(ids)[:, None] + np.array([0, 0.5]))
-
-
-def check_examples(batch):
-    ids = batch["id"]
-    np.testing.assert_allclose(batch["x"], np.stack([ids / 2, ids / 4], axis=1))
-    assert batch["list"].to_list() == [list_of(i) for i in ids.tolist()]
-    return ids
-
-
-def check_parquet(batch):
-    assert batch["text"].tolist() == [b"r%d" % i for i in batch["id"]]
-    return check_examples(batch)
-
-
-def check_delimited(batch):
-    assert batch["text"].tolist() == [b"r%d" % i for i in batch["id"]]
-    np.testing.assert_array_equal(batch["x"], np.float32(batch["id"] / 2))
-    return batch["id"]
-
-
-def check_criteo(batch):
-    inputs, labels = batch
-    ids = inputs["categories"][:, 0]
-    np.testing.assert_array_equal(labels, ids % 2)
-    counts = ids[:, None] + np.arange(13)
-    np.testing.assert_array_equal(inputs["counts"], np.where(counts % 5, counts, 0))
-    others = ids[:, None] + np.arange(25)
-    np.testing.assert_array_equal(inputs["categories"][:, 1:], np.where(ids[:, None] % 3, others, -1))
-    return ids
-
-
-def check_npy(batch):
-    np.testing.assert_array_equal(batch[:, 1], batch[:, 0] + 0.5)
-    return batch[:, 0].astype(np.int64)
-
-
-COLUMNS = {"id": "int64", "x": "float32", "text": "S"}
-FORMATS = {
-    "parquet": (write_parquet, hk.data.parquet, check_parquet),
-    "tfrecord": (write_tfrecord, lambda paths: hk.data.tfrecord(paths, FEATURES), check_examples),
-    "array_record": (write_array_record, lambda paths: hk.data.array_record(paths, FEATURES), check_examples),
-    "delimited": (write_delimited, lambda paths: hk.data.delimited(paths, COLUMNS, header_lines=1), check_delimited),
-    "criteo": (write_criteo, hk.data.criteo, check_criteo),
-    "npy": (write_npy, hk.data.npy, check_npy),
-}
 
 
 def write_all(folder, write):
@@ -233,7 +136,8 @@ def read_bytes():
         ("npy", {"shuffle_seed": 1}, 4, ""),
     ],
 )
-def test_reading_much_more_than_a_part_is_a_warning(tmp_path, caplog, name, options, size, text):
+def test_reading_much_more_than_a_part_is_a_warning(tmp_path, caplog, monkeypatch, name, options, size, text):
+    monkeypatch.setattr(source, "_SMALL_BYTES", 1)
     write, read, _ = FORMATS[name]
     write(tmp_path / "a", range(1000))
     if name == "parquet":
@@ -252,23 +156,89 @@ def test_mapped_batches(files):
     dataset = GlobalBatches(pairs, 48, rank=1, size=2, remainder="drop").as_keras()
     assert [tuple(spec.shape) for spec in dataset.element_spec] == [(24,)] * 3
     np.testing.assert_array_equal(next(iter(dataset))[0], 2 * np.arange(24, 48))
-    with pytest.raises(ValueError, match=r"function: got .*expected arrays \[rows"):
-        source.map(lambda batch: np.ones(3))
+    for function in (lambda batch: np.ones(3), lambda batch: None, lambda batch: (np.ones(2), None), lambda batch: {}):
+        with pytest.raises(ValueError, match=r"function: got .*expected arrays \[rows"):
+            source.map(function)
+
+
+def of_lists(tmp_path, **options):
+    lists = [[k * 1.0 for k in range(i % 4)] for i in range(11)]
+    pq.write_table(pa.table({"x": [[i, i] for i in range(11)], "list": lists, "text": [f"{i}" for i in range(11)]}),
+                   tmp_path / "a.parquet", row_group_size=4)  # fmt: skip
+    return hk.data.parquet(tmp_path / "a.parquet", **options)
+
+
+@pytest.mark.parametrize("remainder", ["pad", "drop"])
+def test_maps_may_return_any_structure_of_tensors(tmp_path, remainder):
+    source = of_lists(tmp_path)
+    pairs = source.map(lambda batch: ([batch["list"], {"s": batch["list"].to_sparse()}, batch["text"]], batch["list"]))
+    (ragged, wide, text), labels, weight = [*GlobalBatches(pairs, 4, rank=1, size=2, remainder=remainder).as_keras()][1]
+    assert ragged.to_list() == labels.to_list() == [[0, 1], [0, 1, 2]]
+    assert tf.sparse.to_dense(wide["s"]).numpy().tolist() == [[0, 1, 0], [0, 1, 2]]
+    assert text.numpy().tolist() == [b"6", b"7"] and weight.shape == [2, 1]
+
+
+def test_batches_of_changing_width_are_named(tmp_path):
+    pairs = of_lists(tmp_path).map(lambda batch: (batch["list"].to_tensor(), batch["text"]))
+    dataset = GlobalBatches(pairs, 4, rank=0, size=1, remainder="drop").as_keras()
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"got a batch of shape \[4, 3\], expected \[4, 0\]"):
+        next(iter(dataset))
+
+
+def parse_list(record):
+    return tf.io.parse_single_example(record, {"list": FEATURES["list"]})
+
+
+@pytest.mark.parametrize(
+    ("parse", "error", "text"),
+    [
+        (
+            {"nope": FEATURES["id"]},
+            hk.DataError,
+            "row 0 .* cannot be parsed: .*parse: got .*Feature: nope .* is required but could not be found",
+        ),
+        (
+            {"id": FEATURES["x"]},
+            hk.DataError,
+            "row 0 .* cannot be parsed: .*parse: got .*Key: id.*Data types don't match",
+        ),
+        (
+            parse_list,
+            ValueError,
+            "parse: got Cannot batch tensors with different shapes.*pass a dict with tf.io.RaggedFeature",
+        ),
+    ],
+)
+def test_features_that_records_do_not_have_are_named(tmp_path, parse, error, text):
+    write_tfrecord(tmp_path / "a", range(16))
+    with pytest.raises(error, match=text):
+        read_whole(hk.data.tfrecord(tmp_path / "a", parse))
+
+
+def test_tensors_share_the_memory_of_batches(tmp_path, monkeypatch):
+    """Numbers are not copied on the way to TensorFlow, neither the values of lists nor their splits."""
+    made, empty = [], columns.aligned_empty
+    monkeypatch.setattr(columns, "aligned_empty", lambda *args: made.append(empty(*args)) or made[-1])
+    write_parquet(tmp_path / "a", range(100))
+    batches = GlobalBatches(hk.data.parquet(tmp_path, ["id", "x", "list"]), 32, rank=0, size=1, remainder="drop")
+    in_keras = next(iter(batches.as_keras()))
+    as_tensors = next(GlobalBatches(batches._source, 32, rank=0, size=1, as_tensors=True))
+    tensors = tf.nest.flatten([in_keras, as_tensors], expand_composites=True)
+    assert len(tensors) == 8
+    for tensor in map(np.asarray, tensors):
+        assert any(np.shares_memory(tensor, array) for array in made)
 
 
 # ---- bad input -----------------------------------------------------------------------------------------------------
 
 
-def damage(path, offset):
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte[0] ^ 1]))
-
-
 def read_whole(source, **options):
     return [*GlobalBatches(source, 16, rank=0, size=1, epochs=1, **options)]
+
+
+def read_until_it_fails(source):
+    while True:
+        read_whole(source, shuffle_seed=0)  # keeps no row groups
 
 
 def test_a_damaged_record_is_named(tmp_path):
@@ -334,11 +304,32 @@ def test_a_file_that_changes_or_disappears_is_named(name, tmp_path):
     source = read(tmp_path)
     (path,) = [each for each in tmp_path.iterdir() if not each.name.startswith(".")]
     path.rename(tmp_path / "_kept")
+    # Open files are checked once a second.
     with pytest.raises(hk.DataError, match=rf"{path.name}.* has disappeared"):
-        read_whole(source)
+        read_until_it_fails(source)
     write(tmp_path / "part", range(99))
     with pytest.raises(hk.DataError, match=rf"{path.name}.* has changed"):
-        read_whole(source)
+        read_until_it_fails(source)
+    path.unlink()
+    (tmp_path / "_kept").rename(path)
+    read_whole(source)  # what was open is not used again after an error
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("lines", [["1,2", "", "3,4"], ["", "1,2", "3,4"], ["1,2", "3,4", ""], ["1,2", "3", "4,5"]])
+def test_lines_without_all_values_are_named(lines, end, tmp_path):
+    (tmp_path / "a.csv").write_text("".join(line + end for line in lines), newline="")
+    number = next(i + 1 for i, line in enumerate(lines) if line.count(",") != 1)
+    for seed in (None, 0):
+        with pytest.raises(hk.DataError, match=rf"line {number} of .*a\.csv has 1 values"):
+            read_whole(hk.data.delimited(tmp_path / "a.csv", {"a": "float32", "b": "float32"}), shuffle_seed=seed)
+
+
+def test_hexadecimal_digits_of_any_length():
+    texts = [b"", b"0", b"fF", b"DEADBEEF", b"", b"7fffffff", b"00000001"]
+    expected = [-1, *(int(text or b"-1", 16) for text in texts[1:])]
+    for kept in (slice(None), slice(1, 4), slice(4, 7), slice(0, 1)):
+        assert _from_hex(pa.array(texts, pa.binary())[kept]).tolist() == expected[kept]
 
 
 def test_compressed_files_are_refused(tmp_path):
@@ -355,6 +346,19 @@ def test_unlike_columns_are_named(tmp_path):
         hk.data.parquet(tmp_path)
     with pytest.raises(ValueError, match=r"columns: got \['b'\]"):
         hk.data.parquet(tmp_path / "1.parquet", ["a", "b"])
+    for names in ("a", []):
+        with pytest.raises(TypeError, match=r"columns: got .*expected a sequence of names"):
+            hk.data.parquet(tmp_path / "1.parquet", names)
+    pq.write_table(pa.Table.from_arrays([pa.array([1])] * 2, names=["a", "a"]), tmp_path / "1.parquet")
+    with pytest.raises(ValueError, match=r"columns: got \['a', 'a'\], expected columns of .* each once"):
+        hk.data.parquet(tmp_path / "1.parquet")
+
+
+def test_files_without_rows_may_have_other_columns(tmp_path):
+    """Writers do not know the types of columns without values."""
+    pq.write_table(pa.table({"a": pa.nulls(0)}), tmp_path / "1.parquet")
+    pq.write_table(pa.table({"a": ["x"]}), tmp_path / "2.parquet")
+    assert hk.data.parquet(tmp_path).structure["a"].tolist() == [b"x"]
 
 
 def test_missing_values_need_a_replacement(tmp_path):
@@ -364,6 +368,71 @@ def test_missing_values_need_a_replacement(tmp_path):
     (batch,) = GlobalBatches(hk.data.parquet(tmp_path, fill={"i": -1}), 2, rank=0, size=1, epochs=1)
     assert batch["i"].tolist() == [1, -1]
     np.testing.assert_array_equal(batch["x"], [np.nan, 0.5])
+    for value in (0.5, "x"):
+        with pytest.raises(TypeError, match=rf"column 'i' of .*: got int64 with missing values and fill={value!r}"):
+            hk.data.parquet(tmp_path, fill={"i": value})
+    with pytest.raises(ValueError, match=r"fill: got \['j'\]"):
+        hk.data.parquet(tmp_path, fill={"i": -1, "j": 0})
+    pq.write_table(pa.table({"day": pa.array([3, None], pa.date32())}), tmp_path / "a.parquet")
+    assert hk.data.parquet(tmp_path, fill={"day": 0}).read(np.arange(2))["day"].tolist() == [3, 0]
+    later = pa.table({"i": pa.array(["a"] * 50 + [None]).dictionary_encode()})
+    pq.write_table(later, tmp_path / "a.parquet", row_group_size=10)
+    with pytest.raises(TypeError, match=r"column 'i' of .*: got string with 1 missing value.*fill="):
+        hk.data.parquet(tmp_path)
+
+
+def column_in(folder, values):
+    """Return a column written with pyarrow, as a batch, and the same as a batch for Keras."""
+    pq.write_table(pa.table({"c": values}), folder / "a.parquet")
+    batches = GlobalBatches(hk.data.parquet(folder), len(values), rank=0, size=1)
+    in_keras = next(iter(batches.as_keras()))["c"]
+    return next(batches)["c"], in_keras.to_list() if isinstance(
+        in_keras, tf.RaggedTensor
+    ) else in_keras.numpy().tolist()
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (pa.array([2**64 - 1, 3], pa.uint64()), [2**64 - 1, 3]),
+        (pa.array([True, False]), [True, False]),
+        (pa.array(["b", "a"]).dictionary_encode(), [b"b", b"a"]),
+        (pa.array([["a", "bc"], []]), [[b"a", b"bc"], []]),
+        (pa.array([[1, 2], None], pa.large_list(pa.int8())), [[1, 2], []]),
+        (pa.array([[[1, 2], [3, 4]], []], pa.list_(pa.list_(pa.int64(), 2))), [[[1, 2], [3, 4]], []]),
+        (pa.array([[[1, 2]], [[3, 4]]], pa.list_(pa.list_(pa.int64(), 2), 1)), [[[1, 2]], [[3, 4]]]),
+        (pa.array([b"ab", b"c\0"], pa.binary(2)), [b"ab", b"c\0"]),
+        (pa.array([0.5, 2], pa.float16()), [0.5, 2.0]),
+        (pa.array([np.datetime64(5, "us")] * 2), [5, 5]),
+    ],
+)
+def test_types_of_columns(tmp_path, values, expected):
+    batch, in_keras = column_in(tmp_path, values)
+    assert (batch.to_list() if isinstance(batch, tf.RaggedTensor) else batch.tolist()) == expected == in_keras
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        (pa.array([[[1], []]]), "type list<.*>, lists of lists"),
+        (pa.array([{"a": 1}]), "type struct"),
+        (pa.array([1]).cast(pa.decimal128(22, 2)), "type decimal128"),
+        (pa.array([[None]], pa.list_(pa.int32())), "int32 with 1 missing"),
+    ],
+)
+def test_types_that_are_refused(tmp_path, values, text):
+    with pytest.raises(TypeError, match=rf"column 'c' of .*a\.parquet: got {text}.*leave it out with columns="):
+        column_in(tmp_path, values)
+
+
+def test_files_may_differ_in_the_sizes_of_indices(tmp_path):
+    """Writers choose the types of dictionaries and offsets by size, for each file."""
+    names = ["a", "b"]
+    pq.write_table(pa.table({"c": pa.array(names).dictionary_encode(), "l": [[1], [2]]}), tmp_path / "1.parquet")
+    large = pa.array([[3], [4]], pa.large_list(pa.int64()))
+    pq.write_table(pa.table({"c": pa.array(names, pa.large_string()), "l": large}), tmp_path / "2.parquet")
+    (batch,) = read_whole(hk.data.parquet(tmp_path))
+    assert batch["c"].tolist()[:4] == [b"a", b"b"] * 2 and batch["l"].to_list()[:4] == [[1], [2], [3], [4]]
 
 
 def test_a_line_with_other_columns_is_named(tmp_path):

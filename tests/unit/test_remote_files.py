@@ -1,7 +1,15 @@
 """Files on servers: a local HTTP server that fails as told, and a local S3 server."""
 
 import http.server
+import os
+import shutil
+import socket
+import subprocess
+import sys
 import threading
+import time
+import urllib.parse
+from collections import Counter
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +29,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HVDKIT_DATA_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(remote_cache, "_CHUNK", 2**14)
     monkeypatch.setattr(listing, "LONGEST_WAIT", 0.05)
+    monkeypatch.setattr(remote_cache, "_has_warned", False)
     return tmp_path / "cache"
 
 
@@ -30,13 +39,19 @@ class Server(http.server.ThreadingHTTPServer):
     Attributes:
         failures: The number of requests for data that will be answered with an error, or cut off half way.
         requests: The number of requests for data so far.
+        ranges: How often each range of each file was requested.
+        status: Of the answers that are errors.
+        manner: How data are sent: "at once"; "slowly", a byte at a time; "half", then nothing, but the connection stays
+            open; "whole", without ranges.
+        slow: The number of requests for which the manner applies.
     """
 
     daemon_threads = True
     failures = requests = 0
+    status, manner, slow = 503, "at once", 10**6
 
     def __init__(self, folder):
-        self.folder = folder
+        self.folder, self.ranges = folder, Counter()
         super().__init__(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -52,21 +67,26 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.answer(with_data=True)
 
     def answer(self, *, with_data):
-        path = self.server.folder / self.path.strip("/")
+        path = self.server.folder / urllib.parse.unquote(self.path).strip("/")
         if not path.is_file():
             self.send_error(404)
             return
         data = path.read_bytes()
         start, stop = 0, len(data)
-        if with_data and "Range" in self.headers:
+        manner = self.server.manner if with_data else "at once"
+        if manner != "at once":
+            self.server.slow -= 1
+            manner = manner if self.server.slow >= 0 else "at once"
+        if with_data and "Range" in self.headers and manner != "whole":
             first, last = self.headers["Range"].removeprefix("bytes=").split("-")
             start, stop = int(first), min(stop, int(last) + 1)
         if with_data:
             self.server.requests += 1
+            self.server.ranges[path.name, start] += 1
             if self.server.failures:
                 self.server.failures -= 1
                 if self.server.failures % 2:
-                    self.send_error(503)
+                    self.send_error(self.server.status)
                     return
         self.send_response(206 if with_data else 200)
         self.send_header("Content-Length", str(stop - start))
@@ -75,8 +95,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(data)}")
         self.end_headers()
         if with_data:
-            cut = (start + stop) // 2 if self.server.failures else stop
+            cut = (start + stop) // 2 if self.server.failures or manner == "half" else stop
+            if manner == "slowly":
+                for place in range(start, stop):
+                    self.wfile.write(data[place : place + 1])
+                    time.sleep(0.05)
             self.wfile.write(data[start:cut])
+            if manner == "half":
+                self.wfile.flush()
+                time.sleep(60)
 
     def log_message(self, *arguments):
         pass
@@ -114,6 +141,154 @@ def test_a_server_that_does_not_answer_is_named(server):
     server.failures = 10**6
     with pytest.raises(hk.DataError, match=r"bytes \d+ to \d+ of http://.*/a\.parquet could not be read"):
         ids(source, epochs=1)
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_answers_that_are_asked_for_again(server, status):
+    server.status, server.failures = status, 5
+    assert ids(hk.data.parquet(server.url("a.parquet")), epochs=1) == EXPECTED
+
+
+@pytest.mark.parametrize("manner", ["slowly", "half"])
+def test_a_server_that_is_stuck_is_named(server, manner, monkeypatch):
+    monkeypatch.setenv("HVDKIT_DATA_TIMEOUT_SECONDS", "0.5")
+    source = hk.data.parquet(server.url("a.parquet"))
+    server.manner = manner
+    with pytest.raises(hk.DataError, match=r"bytes \d+ to \d+ of http://.*a\.parquet .*within 0\.5 s"):
+        ids(source, epochs=1)
+
+
+def test_a_server_that_is_stuck_once_is_asked_again(server, monkeypatch):
+    monkeypatch.setenv("HVDKIT_DATA_TIMEOUT_SECONDS", "1")
+    server.manner, server.slow = "half", 1
+    assert ids(hk.data.parquet(server.url("a.parquet")), epochs=1) == EXPECTED and server.slow == -server.requests + 1
+
+
+def test_a_server_without_ranges_has_a_remedy(server):
+    server.manner = "whole"
+    with pytest.raises(hk.DataError, match=r"a\.parquet .*does not know ranges.*copy the files"):
+        hk.data.parquet(server.url("a.parquet"))
+    assert server.requests == 1
+
+
+def test_a_file_that_changes_under_the_run_is_named(server):
+    source = hk.data.parquet(server.url("a.parquet"))
+    path = server.folder / "a.parquet"
+    os.utime(path, (0, 0))
+    with pytest.raises(hk.DataError, match=r"a\.parquet has changed since it was listed"):
+        ids(source, epochs=1)
+
+
+def test_a_listing_that_fails_is_named(monkeypatch):
+    monkeypatch.setenv("HVDKIT_DATA_TIMEOUT_SECONDS", "0.5")
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/a.parquet"  # refuses connections
+        with pytest.raises((hk.DataError, ValueError), match=rf"{url}"):
+            hk.data.parquet(url)
+        silent.listen()  # accepts, and does not answer
+        with pytest.raises(hk.DataError, match=rf"{url} could not be listed: .*within 0\.5 s"):
+            hk.data.parquet(url)
+
+
+def test_signed_urls_have_no_wildcards(server):
+    os.link(server.folder / "a.parquet", server.folder / "a.parquet?key=[1]")
+    assert ids(hk.data.parquet(server.url("a.parquet?key=[1]")), epochs=1) == EXPECTED
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle_seed": 1}, {"shuffle_seed": 1, "shuffle": "blocks"}])
+def test_arrays_are_read_in_ranges(server, options):
+    array = np.arange(12_000, dtype=np.float32).reshape(-1, 3)
+    np.save(server.folder / "a.npy", array)
+    np.save(server.folder / "none.npy", array[:0])
+    local = GlobalBatches(hk.data.npy(server.folder / "a.npy"), 100, rank=0, size=1, epochs=1, **options)
+    source = hk.data.npy([server.url("a.npy"), server.url("none.npy")])
+    for mine, batch in zip(local, GlobalBatches(source, 100, rank=0, size=1, epochs=1, **options), strict=True):
+        np.testing.assert_array_equal(mine, batch)
+
+
+def test_damaged_remote_arrays_are_named(server):
+    np.save(server.folder / "a.npy", np.zeros((100, 3)))
+    whole = (server.folder / "a.npy").read_bytes()
+    np.save(server.folder / "columns.npy", np.zeros((3, 100)).T)
+    for size in (0, 5, 9, 60, 500):
+        (server.folder / f"{size}.npy").write_bytes(whole[:size])
+    for name in ("0.npy", "5.npy", "9.npy", "60.npy", "500.npy", "columns.npy"):
+        with pytest.raises(hk.DataError, match=rf"/{name} is not a whole"):
+            hk.data.npy(server.url(name))
+
+
+def test_processes_share_downloads(server, cache):
+    program = f"""
+import numpy as np, hvdkit as hk
+from hvdkit.data.files import remote_cache
+remote_cache._CHUNK = 2**14
+batches = hk.data.GlobalBatches(hk.data.parquet({server.url("a.parquet")!r}), 1000, rank=0, size=1, epochs=1)
+assert np.array_equal(np.concatenate([batch["id"] for batch in batches]), np.arange({ROWS}))
+"""
+    processes = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(3)]
+    assert [process.wait() for process in processes] == [0, 0, 0]
+    assert set(server.ranges.values()) == {1}
+
+
+def test_a_stopped_process_does_not_hold_the_others(server, cache, monkeypatch):
+    monkeypatch.setattr(remote_cache, "_LONGEST_TURN", 0.1)
+    (cache / "locks").mkdir(parents=True)
+    holder = "import fcntl, pathlib, sys; files = [open(f'{sys.argv[1]}/{i:03x}', 'wb') for i in range(4096)];"
+    holder += "[fcntl.flock(file, fcntl.LOCK_EX) for file in files]; print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", f"import resource; resource.setrlimit(7, (5000, 5000)); {holder}", str(cache / "locks")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        process.stdout.readline()
+        assert ids(hk.data.parquet(server.url("a.parquet"), ["id"]), epochs=1) == EXPECTED
+        process.communicate(b"\n")
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("value", ["abc", "-1", "nan"])
+@pytest.mark.parametrize("name", ["HVDKIT_DATA_CACHE_GB", "HVDKIT_DATA_TIMEOUT_SECONDS"])
+def test_settings_are_checked_at_the_start(server, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=rf"{name}: got {value}, expected a number of at least 0"):
+        hk.data.parquet(server.url("a.parquet"))
+
+
+def test_a_cache_of_size_0_keeps_nothing(server, cache, monkeypatch):
+    monkeypatch.setenv("HVDKIT_DATA_CACHE_GB", "0")
+    assert ids(hk.data.parquet(server.url("a.parquet")), epochs=1) == EXPECTED
+    assert not [path for path in cache.iterdir() if path.is_file()]
+
+
+def test_a_full_disk_costs_the_cache_only(server, cache):
+    program = f"""
+import resource, signal
+import numpy as np, hvdkit as hk
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+rows = np.arange({ROWS})
+assert np.array_equal(hk.data.parquet({server.url("a.parquet")!r}).read(rows)["id"], rows)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], check=True, stderr=subprocess.PIPE, text=True)
+    assert ended.stderr.count("data cache: cannot write") == 1
+    assert not [path for path in cache.iterdir() if path.is_file()]
+
+
+def test_a_cache_that_is_removed_under_the_run_is_made_again(server, cache):
+    source = hk.data.parquet(server.url("a.parquet"))
+    shutil.rmtree(cache)
+    assert ids(source, epochs=1) == EXPECTED and [path for path in cache.iterdir() if path.is_file()]
+
+
+def test_what_killed_processes_left_is_swept(server, cache):
+    cache.mkdir()
+    old, new = cache / ".chunk.0123", cache / ".chunk.4567"
+    for path in (old, new):
+        path.write_bytes(b"half")
+    os.utime(old, (0, time.time() - 2 * remote_cache._ABANDONED))
+    remote_cache._sweep(cache)
+    assert new.exists() and not old.exists()
 
 
 def test_chunks_are_read_once_and_kept_up_to_a_limit(server, cache, monkeypatch):
@@ -167,5 +342,11 @@ def test_an_s3_server(tmp_path, monkeypatch):
         assert source.examples == 3 * ROWS
         whole = np.concatenate(ids(source, epochs=1, shuffle_seed=1, shuffle="blocks"))
         assert sorted(whole) == sorted([*range(ROWS)] * 3)
+        growing = hk.data.GlobalBatches(source, 16, growth="append", rank=0, size=1)
+        filesystem.put(str(tmp_path / "part.parquet"), "bucket/day/hour/3.parquet")
+        assert growing.add_new_files() == []
+        filesystem.put(str(tmp_path / "part.parquet"), "bucket/day/3.parquet")
+        assert growing.add_new_files() == ["3.parquet"]
+        assert sum(growing.count for _ in growing.one_epoch()) == 4 * ROWS
     finally:
         server.stop()

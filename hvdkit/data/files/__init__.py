@@ -8,15 +8,16 @@ cached. ``source.py`` turns positions of the order into blocks and rows of files
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy.typing as npt
 
+from hvdkit.data.files.formats import OnError
 from hvdkit.data.files.listing import Paths
 from hvdkit.data.files.records import Parse
-from hvdkit.data.files.source import FileSource, OnError
-from hvdkit.errors import describe
+from hvdkit.data.files.source import FileSource
+from hvdkit.errors import describe, integer
 
 _EXTRA = {"array_record", "fsspec", "google_crc32c", "pyarrow", "tenacity"}
 
@@ -31,6 +32,11 @@ def _needs_extra() -> Iterator[None]:
             raise
         remedy = "run `pip install 'hvdkit[files]'`"
         raise ImportError(describe("package", f"no {error.name}", "it installed, to read files", remedy)) from error
+
+
+def _require_columns(name: str, value: Mapping[str, Any] | None, columns: Iterable[str] | None) -> None:
+    if columns is not None and (unknown := set(value or ()) - set(columns)):
+        raise ValueError(describe(name, sorted(unknown), f"some of {[*columns]}", "correct the names"))
 
 
 def parquet(
@@ -58,16 +64,19 @@ def parquet(
     Raises:
         ValueError: No file was found, files have unlike columns, or a column does not exist.
         DataError: A file is damaged.
-        CollectiveMismatchError: Ranks see different files.
+        CollectiveMismatchError: Ranks see different files, or pass other arguments.
 
     Example:
         >>> rows = hk.data.parquet("clicks/day_*.parquet", ["user", "items", "label"])  # doctest: +SKIP
         >>> batches = hk.data.GlobalBatches(rows, 65536, shuffle_seed=0, shuffle="blocks")  # doctest: +SKIP
     """
+    if isinstance(columns, str) or (columns is not None and not columns):
+        raise TypeError(describe("columns", columns, "a sequence of names, or None for all", "pass e.g. ['x', 'y']"))
+    _require_columns("fill", fill, columns)
     with _needs_extra():
         from hvdkit.data.files.parquet_format import ParquetFormat
 
-        return FileSource(paths, ParquetFormat(columns, fill or {}), on_error)
+        return FileSource(paths, ParquetFormat(columns, fill or {}), on_error, {"columns": columns, "fill": fill})
 
 
 def tfrecord(paths: Paths, parse: Parse = None, *, on_error: OnError = "raise") -> FileSource:
@@ -87,7 +96,7 @@ def tfrecord(paths: Paths, parse: Parse = None, *, on_error: OnError = "raise") 
     Raises:
         ValueError: No file was found.
         DataError: A file is damaged or compressed.
-        CollectiveMismatchError: Ranks see different files.
+        CollectiveMismatchError: Ranks see different files, or pass other arguments.
 
     Example:
         >>> features = {"image": tf.io.FixedLenFeature([], tf.string), "label": tf.io.FixedLenFeature([], tf.int64)}
@@ -97,7 +106,7 @@ def tfrecord(paths: Paths, parse: Parse = None, *, on_error: OnError = "raise") 
     with _needs_extra():
         from hvdkit.data.files.tfrecord_format import TFRecordFormat
 
-        return FileSource(paths, TFRecordFormat(parse, on_error), on_error)
+        return FileSource(paths, TFRecordFormat(parse, on_error), on_error, {"parse": parse})
 
 
 def array_record(paths: Paths, parse: Parse = None, *, on_error: OnError = "raise") -> FileSource:
@@ -108,7 +117,7 @@ def array_record(paths: Paths, parse: Parse = None, *, on_error: OnError = "rais
     with _needs_extra():
         from hvdkit.data.files.array_record_format import ArrayRecordFormat
 
-        return FileSource(paths, ArrayRecordFormat(parse), on_error)
+        return FileSource(paths, ArrayRecordFormat(parse), on_error, {"parse": parse})
 
 
 def criteo(paths: Paths, *, on_error: OnError = "raise") -> FileSource:
@@ -152,16 +161,25 @@ def delimited(
         TypeError: A dtype is not supported.
         ValueError: No file was found.
         DataError: A file is compressed, or a line does not have these columns.
-        CollectiveMismatchError: Ranks see different files.
+        CollectiveMismatchError: Ranks see different files, or pass other arguments.
 
     Example:
         >>> columns = {"user": "int64", "movie": "int64", "rating": "float32", "time": "int64"}
         >>> ratings = hk.data.delimited("ratings.csv", columns, header_lines=1)  # doctest: +SKIP
     """
+    if not isinstance(columns, Mapping) or not columns:
+        remedy = "pass e.g. {'user': 'int64', 'rating': 'float32'}"
+        raise TypeError(describe("columns", columns, "a dict of names and dtypes", remedy))
+    if len(delimiter.encode()) != 1 or delimiter in "\r\n":
+        raise ValueError(describe("delimiter", delimiter, "one ASCII character", r"pass e.g. ',' or '\t'"))
+    header_lines = integer("header_lines", header_lines, minimum=0)
+    _require_columns("fill", fill, columns)
     with _needs_extra():
         from hvdkit.data.files.text_format import DelimitedFormat
 
-        return FileSource(paths, DelimitedFormat(columns, delimiter, header_lines, fill or {}, on_error), on_error)
+        options = {"columns": columns, "delimiter": delimiter, "header_lines": header_lines, "fill": fill}
+        lines = DelimitedFormat(columns, delimiter, header_lines, fill or {}, on_error)
+        return FileSource(paths, lines, on_error, options)
 
 
 def npy(paths: Paths, *, on_error: OnError = "raise") -> FileSource:

@@ -9,8 +9,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hvdkit.data.aligned import aligned_empty
-from hvdkit.data.files.source import BlockRows
+from hvdkit.data.aligned import aligned_empty, tensor_of
+from hvdkit.data.files.formats import BlockRows
+
+_READ_UNCHANGED = (
+    pa.types.is_primitive,
+    pa.types.is_binary,
+    pa.types.is_large_binary,
+    pa.types.is_fixed_size_binary,
+)
 
 
 class Ragged(NamedTuple):
@@ -20,11 +27,29 @@ class Ragged(NamedTuple):
     splits: np.ndarray
 
 
+def kind_of(column: pa.DataType) -> str:
+    """Return a column's type as text: the same for all types that :func:`to_numpy` turns into the same arrays.
+
+    Writers choose between these by size: the indices of categories, and the offsets of strings and lists.
+
+    Example:
+        >>> kind_of(pa.dictionary(pa.int8(), pa.large_string())), kind_of(pa.large_list(pa.int64()))
+        ('string', 'list<int64>')
+    """
+    if pa.types.is_dictionary(column):
+        return kind_of(column.value_type)
+    if pa.types.is_list(column) or pa.types.is_large_list(column):
+        return f"list<{kind_of(column.value_type)}>"
+    if pa.types.is_fixed_size_list(column):
+        return f"list<{kind_of(column.value_type)}>[{column.list_size}]"
+    return str(column).removeprefix("large_")
+
+
 def to_numpy(chunks: pa.ChunkedArray, fill: Any) -> np.ndarray | Ragged:
     """Return a column as arrays.
 
     Args:
-        fill: What replaces missing values; None if there are none.
+        fill: What replaces missing values, if not None.
 
     Raises:
         TypeError: The type is not supported, or values are missing.
@@ -40,25 +65,41 @@ def _to_numpy(array: pa.Array, fill: Any) -> np.ndarray | Ragged:
     if pa.types.is_dictionary(kind):
         return _to_numpy(array.dictionary_decode(), fill)
     if pa.types.is_fixed_size_list(kind) and not array.null_count:
-        flat = _to_numpy(array.flatten(), fill)
-        assert isinstance(flat, np.ndarray)
-        return flat.reshape(len(array), kind.list_size)
+        flat = _values(array, fill)
+        return flat.reshape(len(array), kind.list_size, *flat.shape[1:])
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
-        values = _to_numpy(array.flatten(), fill)
-        assert isinstance(values, np.ndarray)
-        return Ragged(values, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
+        return Ragged(_values(array, fill), np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
     if array.null_count and fill is not None:
-        array = pc.fill_null(array, fill)
+        try:
+            value = pa.scalar(fill, kind)
+        except (pa.ArrowException, OverflowError) as error:
+            raise TypeError(f"{kind} with missing values and fill={fill!r}: {error}") from None
+        if pa.types.is_integer(kind) and value.as_py() != fill:
+            raise TypeError(f"{kind} with missing values and fill={fill!r}")
+        array = pc.fill_null(array, value)
     if array.null_count and not pa.types.is_floating(kind):  # missing floats become NaN
         raise TypeError(f"{kind} with {array.null_count} missing values")
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         array = array.cast(pa.large_binary() if pa.types.is_large_string(kind) else pa.binary())
     elif pa.types.is_temporal(kind):
         array = array.cast(pa.int64() if kind.bit_width == 64 else pa.int32())
-    elif not (pa.types.is_primitive(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
+    elif not any(is_kind(kind) for is_kind in _READ_UNCHANGED):
         raise TypeError(f"type {kind}")
     return array.to_numpy(zero_copy_only=False)
+
+
+def _values(lists: pa.Array, fill: Any) -> np.ndarray:
+    """Return the values of all lists of an array, which must not be lists of any length themselves."""
+    values = _to_numpy(lists.flatten(), fill)
+    if isinstance(values, Ragged):
+        raise TypeError(f"type {lists.type}, lists of lists")
+    return values
+
+
+def taken_columns(parts: Sequence[BlockRows], rows: int) -> dict[str, Any]:
+    """Return a batch of ``rows`` rows of blocks that are dicts of columns."""
+    return {name: taken([part._replace(block=part.block[name]) for part in parts], rows) for name in parts[0].block}
 
 
 def taken(parts: Sequence[BlockRows], rows: int) -> Any:
@@ -66,7 +107,7 @@ def taken(parts: Sequence[BlockRows], rows: int) -> Any:
     if isinstance(parts[0].block, Ragged):
         return _taken_ragged(parts, rows)
     first = parts[0].block
-    batch = np.empty(rows, object) if first.dtype == object else aligned_empty((rows, *first.shape[1:]), first.dtype)
+    batch = _empty((rows, *first.shape[1:]), first.dtype)
     for block, each, places in parts:
         batch[places] = block[each]
     return batch
@@ -75,14 +116,23 @@ def taken(parts: Sequence[BlockRows], rows: int) -> Any:
 def _taken_ragged(parts: Sequence[BlockRows], rows: int) -> Any:
     import tensorflow as tf
 
+    numbers = np.arange(max(rows, *(len(part.block.splits) for part in parts)))
+    arrays = [(block, numbers[each], numbers[places]) for block, each, places in parts]
     lengths = np.empty(rows, np.int64)
-    for (_, splits), each, places in parts:
+    for (_, splits), each, places in arrays:
         lengths[places] = splits[each + 1] - splits[each]
     ends = np.cumsum(lengths)
     starts = ends - lengths
-    values = np.empty(int(ends[-1]) if rows else 0, parts[0].block.values.dtype)
-    for block, each, places in parts:
+    first = parts[0].block.values
+    values = _empty((int(ends[-1]) if rows else 0, *first.shape[1:]), first.dtype)
+    for block, each, places in arrays:
         size = lengths[places]
         within = np.arange(size.sum()) - np.repeat(np.cumsum(size) - size, size)
         values[np.repeat(starts[places], size) + within] = block.values[np.repeat(block.splits[each], size) + within]
-    return tf.RaggedTensor.from_row_splits(values, np.concatenate([[0], ends]), validate=False)
+    splits = aligned_empty([rows + 1], np.int64)
+    splits[0], splits[1:] = 0, ends
+    return tf.RaggedTensor.from_row_splits(tensor_of(values), tensor_of(splits), validate=False)
+
+
+def _empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    return np.empty(shape, object) if dtype.hasobject else aligned_empty(shape, dtype)

@@ -1,20 +1,24 @@
-"""The files that a user's paths stand for."""
+"""The files that a user's paths stand for, and requests to the servers that have them."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from hvdkit.errors import describe
+from hvdkit.errors import DataError, describe
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 T = TypeVar("T")
 _ATTEMPTS = 6
+_WILDCARDS = re.compile(r"[*?[]")
+_TIMEOUT = 60.0
+_LISTING = 10  # times as long: a folder of a store may have a million files
 LONGEST_WAIT = 20
 """Maximum pause between two attempts to reach a server, in seconds."""
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -33,11 +37,6 @@ class File(NamedTuple):
     size: int
     version: str
 
-    @property
-    def name(self) -> str:
-        """The last part of the path, which is the same on all hosts."""
-        return self.url.rsplit("/", 1)[-1]
-
 
 def list_files(paths: Paths, suffixes: Sequence[str] = ()) -> list[File]:
     """Return the files of paths, folders, glob patterns and URLs.
@@ -52,6 +51,7 @@ def list_files(paths: Paths, suffixes: Sequence[str] = ()) -> list[File]:
     Raises:
         TypeError: A path is not a string or path.
         ValueError: No file was found, or one is listed twice.
+        DataError: A server does not answer, or a folder cannot be read.
         ImportError: fsspec asks for a package.
 
     Example:
@@ -59,14 +59,23 @@ def list_files(paths: Paths, suffixes: Sequence[str] = ()) -> list[File]:
         [File(url='/data/day_0.parquet', size=20145, version='1700000000.5')]
     """
     each = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    if not each:
+        raise ValueError(describe("paths", each, "at least one path", "pass e.g. a folder"))
     files: dict[str, File] = {}
     for path in each:
         if not isinstance(path, str | os.PathLike):
             raise TypeError(describe("paths", type(path).__name__, "paths, or a sequence of them", "pass strings"))
-        found = [*_files_of(os.fspath(path), tuple(suffixes))]
+        try:
+            found = [*_files_of(os.fspath(path), tuple(suffixes))] if path != "" else []
+        except (ValueError, ImportError):
+            raise
+        except Exception as error:
+            raise DataError(f"{os.fspath(path)} could not be listed: {shown(error)}") from error
         if not found:
             remedy = "check the spelling, and that this host sees the files"
-            raise ValueError(describe("paths", os.fspath(path), "a file, a folder with files or a pattern", remedy))
+            raise ValueError(
+                describe("paths", os.fspath(path) or "''", "a file, a folder with files or a pattern", remedy)
+            )
         for file in found:
             if file.url in files:
                 raise ValueError(describe("paths", f"{file.url} twice", "each file once", "list it once"))
@@ -74,44 +83,130 @@ def list_files(paths: Paths, suffixes: Sequence[str] = ()) -> list[File]:
     return [*files.values()]
 
 
-def _files_of(path: str, suffixes: tuple[str, ...]) -> Iterator[File]:
-    import fsspec
+def names_of(paths: Paths, files: Sequence[File]) -> list[str]:
+    """Return the names of files relative to the folder that all paths have in common.
 
-    filesystem, name = fsspec.core.url_to_fs(path)
+    They are the same on hosts that have the files in different folders, and do not change if files are added to a
+    folder or pattern.
+    """
+    urls, folders = {file.url for file in files}, []
+    for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
+        filesystem, name = filesystem_of(os.fspath(path))
+        url = name if is_local(filesystem) else filesystem.unstrip_protocol(name)
+        is_folder = url not in urls and not _WILDCARDS.search(url)
+        folders.append(url.split("/") if is_folder else _WILDCARDS.split(url)[0].split("/")[:-1])
+    common = len([*itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*folders, strict=False))])
+    return ["/".join(file.url.split("/")[common:]) for file in files]
+
+
+def _files_of(path: str, suffixes: tuple[str, ...]) -> Iterator[File]:
+    filesystem, name = filesystem_of(path)
+    filesystem.invalidate_cache()  # of earlier listings
     root, found = name, {}
-    if (wildcard := re.search(r"[*?[]", name)) is not None:
-        root, found = name[: wildcard.start()], retrying(filesystem.glob, name, detail=True)
-    else:
-        with contextlib.suppress(FileNotFoundError):
-            found = {name: retrying(filesystem.info, name)}
+    wildcard = _WILDCARDS.search(name)
+    if wildcard is None or "*" not in name or is_local(filesystem):  # names and URLs may contain "?" and "["
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            found = {name: retrying(filesystem, filesystem.info, name)}
+    if not found and wildcard is not None:
+        root = name[: wildcard.start()]
+        found = retrying(filesystem, filesystem.glob, name, detail=True, patience=_LISTING)
     if root == name and any(info["type"] == "directory" for info in found.values()):
-        listed: dict[str, dict[str, Any]] = retrying(filesystem.find, name, detail=True)
+        listed: dict[str, dict[str, Any]] = retrying(filesystem, filesystem.find, name, detail=True, patience=_LISTING)
         found = {each: info for each, info in listed.items() if each.endswith(suffixes or "")}
     for each, info in sorted(found.items()):
         is_hidden = any(part.startswith(("_", ".")) for part in each.removeprefix(root).split("/"))
-        if info["type"] == "file" and not is_hidden:
+        if is_hidden:
+            continue
+        if info.get("islink") and each != name:
+            info = filesystem.info(each)  # of the file, not of the link
+            if info["type"] == "directory":
+                remedy = "pass the folder that it links to as well"
+                raise ValueError(describe("paths", f"{each}, a link to a folder", "files and folders", remedy))
+        if info["type"] == "file":
             yield _file(filesystem, each, info)
 
 
-def current_file(filesystem: AbstractFileSystem, name: str) -> File:
-    """Return a file as it is now. Raises FileNotFoundError."""
-    return _file(filesystem, name, retrying(filesystem.info, name))
+def filesystem_of(url: str) -> tuple[AbstractFileSystem, str]:
+    """Return the file system of a path or URL, and the name in it."""
+    import fsspec
+
+    if "://" not in url:  # fsspec would take "::" in a name for a chain of file systems
+        filesystem = fsspec.filesystem("file")
+        return filesystem, filesystem._strip_protocol(url)
+    return fsspec.core.url_to_fs(url)
+
+
+def is_local(filesystem: AbstractFileSystem) -> bool:
+    """Return True for files that the system's calls can read."""
+    return "file" in filesystem.protocol
+
+
+def require_unchanged(file: File, filesystem: AbstractFileSystem, name: str) -> None:
+    """Raise DataError if a file has disappeared, or is not as it was listed."""
+    filesystem.invalidate_cache()  # of listings
+    try:
+        now = _file(filesystem, name, retrying(filesystem, filesystem.info, name))
+    except FileNotFoundError as error:
+        raise disappeared(file, error) from error
+    if now != file:
+        raise DataError(
+            f"{file.url} has changed since it was listed: {file.size} bytes, version {file.version!r}, then "
+            f"{now.size} bytes, version {now.version!r}; start again with the new files"
+        )
+
+
+def disappeared(file: File, error: FileNotFoundError) -> DataError:
+    """Return the error about a file that no longer exists."""
+    return DataError(f"{file.url} has disappeared since it was listed: {error}")
 
 
 def _file(filesystem: AbstractFileSystem, name: str, info: dict[str, Any]) -> File:
     version = next((info[key] for key in ("mtime", "ETag", "etag", "LastModified", "updated") if info.get(key)), "")
-    is_local = "file" in filesystem.protocol
-    return File(name if is_local else filesystem.unstrip_protocol(name), int(info["size"] or 0), str(version))
+    return File(
+        name if is_local(filesystem) else filesystem.unstrip_protocol(name), int(info["size"] or 0), str(version)
+    )
 
 
-def retrying(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """Call a function of a file system, several times with growing pauses if it fails."""
+def retrying(
+    filesystem: AbstractFileSystem, function: Callable[..., T], *arguments: Any, patience: float = 1, **options: Any
+) -> T:
+    """Call a function of a file system. A server is asked several times with growing pauses if it fails.
+
+    Args:
+        patience: How many times ``HVDKIT_DATA_TIMEOUT_SECONDS`` the server has for each answer. A request that takes
+            longer is repeated once. File systems that fsspec does not run with asyncio have no limit.
+    """
+    if is_local(filesystem):
+        return function(*arguments, **options)
     import tenacity
 
+    seconds = number_setting("HVDKIT_DATA_TIMEOUT_SECONDS", _TIMEOUT) * patience
+    if filesystem.async_impl:
+        options["timeout"] = seconds
     attempts = tenacity.Retrying(
-        stop=tenacity.stop_after_attempt(_ATTEMPTS),
+        stop=tenacity.stop_after_attempt(_ATTEMPTS) | tenacity.stop_after_delay(2 * seconds),
         wait=tenacity.wait_random_exponential(0.1, LONGEST_WAIT),
         retry=tenacity.retry_if_not_exception_type((FileNotFoundError, PermissionError, ValueError, TypeError)),
         reraise=True,
     )
-    return attempts(function, *arguments, **options)
+    try:
+        return attempts(function, *arguments, **options)
+    except TimeoutError as error:
+        raise TimeoutError(f"no whole answer within {seconds:g} s (HVDKIT_DATA_TIMEOUT_SECONDS)") from error
+
+
+def shown(error: Exception) -> str:
+    """Return the class and the message of an error."""
+    return f"{type(error).__name__}: {error}"
+
+
+def number_setting(name: str, default: float) -> float:
+    """Return a setting from the environment. Raises ValueError if it is not a number of at least 0."""
+    text = os.environ.get(name)
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        value = -1.0
+    if not value >= 0:
+        raise ValueError(describe(name, text or "", "a number of at least 0", f"e.g. {name}={default:g}"))
+    return value

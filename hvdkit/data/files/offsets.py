@@ -1,7 +1,8 @@
 """The offsets of a file's records, found once and cached.
 
 The cache is a file next to the data, or in the user's cache if that folder cannot be written. It has a JSON line of
-4096 bytes with what it belongs to and a checksum, then the offsets: uint64 ``[records + 1]``, little-endian.
+4096 bytes with what it belongs to and a checksum, then the offsets: uint64 ``[records + 1]``, little-endian. It belongs
+to a file of a certain size, time and beginning, middle and end: tools that copy files may keep the time.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import contextlib
 import json
 import os
 import secrets
+import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +23,15 @@ import xxhash
 from hvdkit.data.files.listing import File
 from hvdkit.data.files.storage import OpenFile, opened
 
-_VERSION = 1
-_HEADER_BYTES = 4096
+_VERSION = 2
+_HEADER_BYTES = _SAMPLE_BYTES = 4096
+_LARGE_CACHE = 2**18  # bytes; each that is mapped keeps a file open
+_ABANDONED = 3600  # seconds after which a temporary file is that of a process that was killed
 Scan = Callable[[OpenFile], np.ndarray]
 
 
 def offsets_of(file: File, kind: str, scan: Scan) -> np.ndarray:
-    """Return the offsets of a file's records and its end, uint64 ``[records + 1]``, mapped from the cache.
+    """Return the offsets of a file's records and its end, uint64 ``[records + 1]``; mapped from the cache if large.
 
     Args:
         kind: The format and its options, which determine the offsets.
@@ -34,21 +39,31 @@ def offsets_of(file: File, kind: str, scan: Scan) -> np.ndarray:
     """
     paths = _cache_paths(file, kind)
     header = {"version": _VERSION, "kind": kind, "size": file.size, "file_version": file.version}
-    for path in paths:
-        if (found := _read(path, header)) is not None:
-            return found
     with opened(file) as open_file:
+        if open_file.path is not None:  # the version of a remote file is a tag of its content
+            header["samples"] = _samples(open_file)
+        for path in paths:
+            if (found := _read(path, header)) is not None:
+                return found
         offsets = np.asarray(scan(open_file), "<u8")
     for path in paths:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             _write(path, header, offsets)
-            return np.memmap(path, "<u8", "r", _HEADER_BYTES)
+            return _loaded(path)
     return offsets
 
 
+def _samples(file: OpenFile) -> str:
+    """Return a digest of the beginning, the middle and the end of a file."""
+    size = file.file.size
+    part = min(size, _SAMPLE_BYTES)
+    starts = 0, (size - part) // 2, size - part
+    return xxhash.xxh3_64_hexdigest(b"".join(file.read(start, part) for start in starts))
+
+
 def _cache_paths(file: File, kind: str) -> list[Path]:
-    name = xxhash.xxh3_64_hexdigest(f"{file.url} {kind}".encode())
+    name = xxhash.xxh3_64_hexdigest(os.fsencode(f"{file.url} {kind}"))
     user = Path(platformdirs.user_cache_dir("hvdkit"), "offsets", f"{name}.offsets")
     if "://" in file.url:
         return [user]
@@ -59,15 +74,30 @@ def _cache_paths(file: File, kind: str) -> list[Path]:
 def _write(path: Path, header: dict[str, object], offsets: np.ndarray) -> None:
     checksum = xxhash.xxh3_64_hexdigest(offsets.data)
     line = json.dumps({**header, "checksum": checksum}).encode().ljust(_HEADER_BYTES - 1) + b"\n"
+    _sweep(path.parent)
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
         with temporary.open("xb") as file:
             file.write(line)
-            offsets.tofile(file)
-            os.fsync(file.fileno())
+            offsets.tofile(file)  # not synced: after a crash, the checksum shows what is missing
         temporary.rename(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@cache
+def _sweep(folder: Path) -> None:
+    """Remove what killed processes left in a folder, once."""
+    for path in folder.glob("*.offsets.*"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime < time.time() - _ABANDONED:
+                path.unlink()
+
+
+def _loaded(path: Path) -> np.ndarray:
+    if path.stat().st_size > _LARGE_CACHE:
+        return np.memmap(path, "<u8", "r", _HEADER_BYTES)
+    return np.fromfile(path, "<u8", offset=_HEADER_BYTES)
 
 
 def _read(path: Path, header: dict[str, object]) -> np.ndarray | None:
@@ -76,8 +106,8 @@ def _read(path: Path, header: dict[str, object]) -> np.ndarray | None:
         with path.open("rb") as file:
             found = json.loads(file.read(_HEADER_BYTES))
         checksum = found.pop("checksum")
-        offsets = np.memmap(path, "<u8", "r", _HEADER_BYTES)
-    except (OSError, ValueError, KeyError, AttributeError):
+        offsets = _loaded(path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     is_valid = found == header and checksum == xxhash.xxh3_64_hexdigest(offsets.data)
     return offsets if is_valid else None

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hvdkit.data.files.columns import Ragged, taken, to_numpy
+from hvdkit.data.files.columns import Ragged, kind_of, taken_columns, to_numpy
+from hvdkit.data.files.formats import BlockRows, FileLayout
 from hvdkit.data.files.listing import File
-from hvdkit.data.files.source import BlockRows, FileLayout
-from hvdkit.data.files.storage import opened
+from hvdkit.data.files.storage import OpenFile, opened_as
 from hvdkit.errors import DataError, describe
 
 
@@ -33,29 +32,45 @@ class ParquetFormat:
         self._columns, self._fill = None if columns is None else list(columns), dict(fill)
 
     def scan(self, file: File) -> FileLayout:
-        with opened_parquet(file) as parquet:
+        with opened_as(file, _parquet) as parquet:
             schema, metadata = parquet.schema_arrow, parquet.metadata
             names = schema.names if self._columns is None else self._columns
-            if missing := [name for name in names if name not in schema.names]:
-                raise ValueError(describe("columns", missing, f"columns of {file.url}: {schema.names}", "correct them"))
-            kind = ", ".join(f"{name}: {schema.field(name).type}" for name in names)
+            if wrong := [name for name in names if schema.names.count(name) != 1]:
+                expected = f"columns of {file.url}, which has each once: {schema.names}"
+                raise ValueError(describe("columns", wrong, expected, "correct them"))
+            if unknown := [name for name in self._fill if name not in names]:
+                raise ValueError(describe("fill", unknown, f"columns that are read: {names}", "correct them"))
+            self._check_missing(file, schema, metadata)
+            kind = ", ".join(f"{name}: {kind_of(schema.field(name).type)}" for name in names)
             groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
             largest = max((group.total_byte_size for group in groups), default=0)
             return FileLayout([group.num_rows for group in groups], kind, largest)
 
     def load(self, file: File, layout: FileLayout, block: int) -> dict[str, np.ndarray | Ragged]:
-        with opened_parquet(file) as parquet:
+        with opened_as(file, _parquet) as parquet:
             try:
                 table = parquet.read_row_group(block, self._columns, use_threads=False)
             except (pa.ArrowException, OSError) as error:
                 raise DataError(f"row group {block} of {file.url} is damaged: {error}") from error
         return {name: self._column(file, block, name, table.column(name)) for name in table.column_names}
 
-    def load_rows(self, file: File, layout: FileLayout, block: int, rows: np.ndarray) -> tuple[Any, np.ndarray]:
-        return self.load(file, layout, block), rows  # Parquet has no access to rows
+    def load_rows(self, file: File, layout: FileLayout, rows: np.ndarray) -> Any:
+        raise NotImplementedError  # Parquet has no access to rows
 
     def take(self, parts: Sequence[BlockRows], rows: int) -> dict[str, Any]:
-        return {name: taken([part._replace(block=part.block[name]) for part in parts], rows) for name in parts[0].block}
+        return taken_columns(parts, rows)
+
+    def _check_missing(self, file: File, schema: pa.Schema, metadata: pq.FileMetaData) -> None:
+        """Raise TypeError if the footer counts values as missing that cannot be. It does not count those in lists."""
+        for i in range(metadata.num_columns):
+            name = metadata.schema.column(i).path
+            if name in self._fill or (self._columns is not None and name not in self._columns):
+                continue
+            if name in schema.names and not (kind := kind_of(schema.field(name).type)).endswith(("float", "double")):
+                statistics = [metadata.row_group(g).column(i).statistics for g in range(metadata.num_row_groups)]
+                missing = sum(each.null_count or 0 for each in statistics if each is not None)
+                if missing:
+                    raise _unreadable(file, name, f"{kind} with {missing} missing values")
 
     def _column(self, file: File, block: int, name: str, chunks: pa.ChunkedArray) -> np.ndarray | Ragged:
         try:
@@ -63,18 +78,18 @@ class ParquetFormat:
         except pa.ArrowException as error:
             raise DataError(f"column {name!r} of row group {block} of {file.url}: {error}") from error
         except TypeError as error:
-            where = f"column {name!r} of {file.url}"
-            remedy = f"leave it out with columns=, or convert it; for missing values pass fill={{{name!r}: value}}"
-            raise TypeError(describe(where, str(error), "numbers, strings or lists of them", remedy)) from None
+            raise _unreadable(file, name, str(error)) from None
 
 
-@contextlib.contextmanager
-def opened_parquet(file: File) -> Iterator[pq.ParquetFile]:
-    """Open a file, which must be as it was listed."""
-    with opened(file) as open_file:
-        try:
-            parquet = pq.ParquetFile(open_file.for_library(), pre_buffer=False)
-        except pa.ArrowInvalid as error:
-            raise DataError(f"{file.url} is not a whole Parquet file: {error}") from error
-        with parquet:
-            yield parquet
+def _unreadable(file: File, name: str, got: str) -> TypeError:
+    remedy = f"leave it out with columns=, or convert it; for missing values pass fill={{{name!r}: value}}"
+    return TypeError(describe(f"column {name!r} of {file.url}", got, "numbers, strings or lists of them", remedy))
+
+
+def _parquet(file: OpenFile) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(file.for_library(), pre_buffer=False, page_checksum_verification=True)
+    except FileNotFoundError:
+        raise
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{file.file.url} is not a whole Parquet file: {error}") from error

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
+
 from hvdkit import cluster
+from hvdkit.errors import describe
 from hvdkit.machine.cores import available_cores
 
 T = TypeVar("T")
@@ -16,7 +21,7 @@ U = TypeVar("U")
 
 _MOST_THREADS = 8
 _AHEAD_PER_THREAD = 2  # batches read ahead of the step
-_UNUSED = 64  # a block is dropped when so many other requests have not used it
+_UNUSED = 64  # a block is dropped when so many batches have not used it
 
 
 def threads() -> int:
@@ -35,16 +40,26 @@ def in_order(function: Callable[[T], U], items: Iterable[T]) -> Iterator[U]:
     """Yield ``function(item)`` for all items, in their order, computed ahead by several threads.
 
     An exception is raised at its item. Threads end when the iterator is closed or deleted.
+
+    Raises:
+        RuntimeError: The process has been forked; threads exist in its parent only.
     """
-    executor = ThreadPoolExecutor(threads(), "hvdkit-read")
+    executor, process = ThreadPoolExecutor(threads(), "hvdkit-read"), os.getpid()
     pending: deque[Future[U]] = deque()
+
+    def next_result() -> U:
+        if os.getpid() != process:
+            got, remedy = "a process forked within an epoch", "start processes with the method 'spawn'"
+            raise RuntimeError(describe("GlobalBatches", got, "the process that began the epoch", remedy))
+        return pending.popleft().result()
+
     try:
         for item in items:
             pending.append(executor.submit(function, item))
             if len(pending) > threads() * _AHEAD_PER_THREAD:
-                yield pending.popleft().result()
+                yield next_result()
         while pending:
-            yield pending.popleft().result()
+            yield next_result()
     finally:
         executor.shutdown(wait=False, cancel_futures=True)
 
@@ -52,33 +67,50 @@ def in_order(function: Callable[[T], U], items: Iterable[T]) -> Iterator[U]:
 class BlockCache:
     """Blocks that were read, until their rows have been used.
 
-    A block that several threads need is read once. It is dropped when the last 64 requests have been for other blocks
-    or for batches without it; the rows of a block are used within a window, by almost every batch.
+    A block that several threads need is read once. It is dropped when all of its rows have been used. Blocks of which
+    other ranks use some rows are dropped when the last 64 batches have been without them.
+
+    Args:
+        load: Reads a block.
+        block_rows: int64 ``[blocks]``: the number of rows of each.
+        keep: Drop no block.
     """
 
-    def __init__(self, load: Callable[[int], Any]):
-        self._load = load
-        self._blocks: OrderedDict[int, tuple[Future[Any], int]] = OrderedDict()
+    def __init__(self, load: Callable[[int], Any], block_rows: np.ndarray, *, keep: bool = False):
+        self._load, self._block_rows, self._keep = load, block_rows, keep
+        self._blocks: OrderedDict[int, _KeptBlock] = OrderedDict()  # the least recently used first
         self._lock, self._batches = threading.Lock(), 0
+
+    def __len__(self) -> int:
+        return len(self._blocks)
 
     def next_batch(self) -> None:
         """Drop the blocks that have not been used for a while."""
         with self._lock:
-            self._batches += 1
-            while self._blocks and next(iter(self._blocks.values()))[1] < self._batches - _UNUSED:
+            self._batches += not self._keep
+            while self._blocks and next(iter(self._blocks.values())).last_batch < self._batches - _UNUSED:
                 self._blocks.popitem(last=False)
 
-    def get(self, block: int) -> Any:
-        """Return a block, and read it if necessary."""
+    def get(self, block: int, rows: int) -> Any:
+        """Return a block to use ``rows`` of its rows, and read it if necessary."""
         with self._lock:
             found = self._blocks.pop(block, None)
-            future = Future[Any]() if found is None else found[0]
-            self._blocks[block] = future, self._batches
+            kept = found or _KeptBlock()
+            kept.last_batch, kept.used = self._batches, kept.used + rows
+            if self._keep or kept.used < self._block_rows[block]:
+                self._blocks[block] = kept
         if found is None:
             try:
-                future.set_result(self._load(block))
+                kept.content.set_result(self._load(block))
             except BaseException as error:
                 with self._lock:
                     self._blocks.pop(block, None)
-                future.set_exception(error)
-        return future.result()
+                kept.content.set_exception(error)
+        return kept.content.result()
+
+
+@dataclass
+class _KeptBlock:
+    content: Future[Any] = field(default_factory=Future)
+    last_batch: int = 0
+    used: int = 0

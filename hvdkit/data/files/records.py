@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from hvdkit.data.files.formats import BlockRows, FileLayout, OnError
 from hvdkit.data.files.listing import File
 from hvdkit.data.files.offsets import offsets_of
-from hvdkit.data.files.source import BlockRows, FileLayout, OnError
 from hvdkit.data.files.storage import OpenFile, opened
 from hvdkit.errors import DataError, describe
 
 BLOCK_BYTES = 2**20
+_LEAST_BLOCK_BYTES, _BLOCKS_OF_SMALL_FILE = 2**16, 64
 _MOST_RECORDS = 2**16
+_MOST_MAPS = 128
 _GAP = 4096  # bytes between two records that are still read at once
 Parse = Callable[[Any], Any] | Mapping[str, Any] | None
 
 
 def rows_of_blocks(records: int, size: int) -> list[int]:
-    """Return the numbers of records in blocks of about 1 MiB, of a file with ``records`` records and ``size`` bytes."""
-    per_block = max(1, min(_MOST_RECORDS, BLOCK_BYTES * records // max(size, 1)))
+    """Return the numbers of records in the blocks of a file with ``records`` records and ``size`` bytes.
+
+    Blocks have about 1 MiB, or less in files that would have fewer than 64, down to 64 KiB: two blocks of each lane are
+    read for a part of their rows only.
+    """
+    block_bytes = min(BLOCK_BYTES, max(_LEAST_BLOCK_BYTES, size // _BLOCKS_OF_SMALL_FILE))
+    per_block = max(1, min(_MOST_RECORDS, block_bytes * records // max(size, 1)))
     full, rest = divmod(records, per_block)
     return [per_block] * full + [rest] * (rest > 0)
 
@@ -42,18 +51,25 @@ class Parser:
         self._parse = parse
         self._function: Any = None
 
-    def __call__(self, records: Sequence[bytes]) -> Any:
-        """Return a structure of arrays ``[len(records), ...]``."""
+    def __call__(self, records: np.ndarray) -> Any:
+        """Return a structure of arrays ``[len(records), ...]``, from an array of bytes.
+
+        Raises:
+            ValueError: ``parse`` does not fit the records, or returns tensors of unequal shapes.
+        """
         if self._parse is None:
-            array = np.empty(len(records), object)
-            array[:] = records
-            return array
+            return records
         import tensorflow as tf
 
         if self._function is None:
             self._function = tf.function(self._parsed, input_signature=[tf.TensorSpec([None], tf.string)])
-        with tf.device("CPU:0"):
-            parsed = self._function(tf.constant(records, tf.string, [len(records)]))
+        try:
+            with tf.device("CPU:0"):
+                parsed = self._function(tf.constant(records, tf.string))
+        except tf.errors.InvalidArgumentError as error:
+            reason = error.message.partition("\n\t [[")[0].rpartition("\n")[2]
+            remedy = "correct the features; for lists of any length pass a dict with tf.io.RaggedFeature"
+            raise ValueError(describe("parse", reason, "records of one form", remedy)) from error
         is_dense = lambda leaf: isinstance(leaf, tf.Tensor)  # noqa: E731
         return tf.nest.map_structure(lambda leaf: leaf.numpy() if is_dense(leaf) else leaf, parsed)
 
@@ -69,12 +85,18 @@ class Parser:
         return dataset.batch(tf.shape(records, tf.int64)[0]).get_single_element()
 
 
-def in_places(parts: Sequence[BlockRows], rows: int) -> list[bytes]:
-    """Return the ``rows`` records of a batch, in order."""
-    records: list[bytes] = [b""] * rows
+def as_objects(records: Sequence[bytes]) -> np.ndarray:
+    """Return an array of objects."""
+    array = np.empty(len(records), object)
+    array[:] = records
+    return array
+
+
+def in_places(parts: Sequence[BlockRows], rows: int) -> np.ndarray:
+    """Return the ``rows`` records of a batch, in order, from blocks that are arrays of objects."""
+    records = np.empty(rows, object)
     for block, each, places in parts:
-        for row, place in zip(each.tolist(), places.tolist(), strict=True):
-            records[place] = block[row]
+        records[places] = block[each]
     return records
 
 
@@ -94,18 +116,16 @@ class RecordFormat(ABC):
     def __init__(self, on_error: OnError) -> None:
         self.skips = on_error == "skip"
         self._offsets: dict[str, np.ndarray] = {}
+        self._maps: OrderedDict[str, np.ndarray] = OrderedDict()  # those of large files, oldest first
+        self._lock = threading.Lock()
 
     @abstractmethod
     def find_offsets(self, file: OpenFile) -> np.ndarray:
         """Return the offset of each record, and the end of the last, uint64 ``[records + 1]``."""
 
     @abstractmethod
-    def record(self, data: bytes, file: File, row: int, offset: int) -> bytes:
-        """Return the content of a record, given its bytes."""
-
-    @abstractmethod
-    def batch(self, records: Sequence[bytes]) -> Any:
-        """Return a batch of records."""
+    def contents(self, pieces: Sequence[bytes], file: File, numbers: np.ndarray) -> list[bytes]:
+        """Return the contents of records, given their bytes and their numbers in the file, after checking them."""
 
     def scan(self, file: File) -> FileLayout:
         records = len(self._offsets_of(file)) - 1
@@ -115,49 +135,74 @@ class RecordFormat(ABC):
         rows = rows_of_blocks(records - len(damaged), file.size)
         return FileLayout(rows, self.kind, max(BLOCK_BYTES, file.size // max(1, records)), damaged)
 
-    def load(self, file: File, layout: FileLayout, block: int) -> list[bytes]:
-        return self._read(file, layout, block, np.arange(layout.block_rows[block]))
+    def load(self, file: File, layout: FileLayout, block: int) -> Any:
+        return self.load_rows(file, layout, layout.rows_of(block))
 
-    def load_rows(self, file: File, layout: FileLayout, block: int, rows: np.ndarray) -> tuple[list[bytes], np.ndarray]:
-        return self._read(file, layout, block, rows), np.arange(len(rows))
-
-    def take(self, parts: Sequence[BlockRows], rows: int) -> Any:
-        return self.batch(in_places(parts, rows))
-
-    def _read(self, file: File, layout: FileLayout, block: int, rows: np.ndarray) -> list[bytes]:
-        """Return the records ``rows``, ascending, of a block. Those that are close together are read at once."""
-        numbers = block * layout.block_rows[0] + rows
-        # Skip damaged records: d_j is passed by the rows from d_j - j on.
-        numbers += np.searchsorted(layout.damaged - np.arange(len(layout.damaged)), numbers, side="right")
+    def load_rows(self, file: File, layout: FileLayout, rows: np.ndarray) -> Any:
         with opened(file) as source:
-            return self._records(source, numbers)
+            return self.block(source, layout.record_numbers(rows))
+
+    def block(self, source: OpenFile, numbers: np.ndarray) -> Any:
+        """Return what :meth:`take` needs of records, by their ascending numbers in the file."""
+        return as_objects(self._records(source, numbers))
+
+    @abstractmethod
+    def take(self, parts: Sequence[BlockRows], rows: int) -> Any:
+        """Return a batch of ``rows`` rows."""
 
     def _records(self, source: OpenFile, numbers: np.ndarray) -> list[bytes]:
         """Return records by their ascending numbers in the file."""
-        file, offsets = source.file, self._offsets_of(source.file)
-        starts, ends = offsets[numbers].astype(np.int64), offsets[numbers + 1].astype(np.int64)
-        breaks = np.flatnonzero(starts[1:] - ends[:-1] > _GAP) + 1
-        records = []
-        for run in np.split(np.arange(len(numbers)), breaks):
-            first = int(starts[run[0]])
-            data = source.read(first, int(ends[run[-1]]) - first)
-            for i in run.tolist():
-                start = int(starts[i])
-                records.append(self.record(data[start - first : ends[i] - first], file, int(numbers[i]), start))
-        return records
+        offsets = self._offsets_of(source.file)
+        pieces = read_pieces(source, offsets[numbers].astype(np.int64), offsets[numbers + 1].astype(np.int64))
+        return self.contents(pieces, source.file, numbers)
 
     def _find_damaged(self, source: OpenFile) -> np.ndarray:
         """Return the numbers of the records that cannot be read, uint64."""
-        damaged = []
-        for number in range(len(self._offsets_of(source.file)) - 1):
+        offsets, damaged, first = self._offsets_of(source.file), [], 0
+        while first < (records := len(offsets) - 1):
+            after = min(records, int(np.searchsorted(offsets, offsets[first] + np.uint64(BLOCK_BYTES))))
+            run = np.arange(first, max(after, first + 1))
+            first += len(run)
             try:
-                self._records(source, np.array([number]))
+                self._records(source, run)
             except DataError:
-                damaged.append(number)
+                damaged += [number for number in run.tolist() if not self._is_readable(source, number)]
         return np.array(damaged, np.uint64)
 
+    def _is_readable(self, source: OpenFile, number: int) -> bool:
+        try:
+            self._records(source, np.array([number]))
+        except DataError:
+            return False
+        return True
+
     def _offsets_of(self, file: File) -> np.ndarray:
-        if file.url not in self._offsets:
-            kind = f"{self.kind}, without the end" if self.skips else self.kind
-            self._offsets[file.url] = offsets_of(file, kind, self.find_offsets)
-        return self._offsets[file.url]
+        with self._lock:
+            if (found := self._offsets.get(file.url, self._maps.get(file.url))) is not None:
+                return found
+        kind = f"{self.kind}, without the end" if self.skips else self.kind
+        found = offsets_of(file, kind, self.find_offsets)
+        with self._lock:
+            if isinstance(found, np.memmap):
+                self._maps[file.url] = found
+                if len(self._maps) > _MOST_MAPS:
+                    self._maps.popitem(last=False)
+            else:
+                self._offsets[file.url] = found
+        return found
+
+
+def read_pieces(source: OpenFile, starts: np.ndarray, ends: np.ndarray) -> list[bytes]:
+    """Return parts of a file, ascending. Those that are close together are read at once."""
+    breaks = (np.flatnonzero(starts[1:] - ends[:-1] > _GAP) + 1).tolist()
+    first_bytes, last_bytes = starts.tolist(), ends.tolist()
+    pieces = []
+    for first, last in zip([0, *breaks], [*breaks, len(starts)], strict=True):
+        start = first_bytes[first]
+        data = source.read(start, last_bytes[last - 1] - start)
+        if last - first == 1:
+            pieces.append(data)
+        else:
+            spans = zip(first_bytes[first:last], last_bytes[first:last], strict=True)
+            pieces += [data[a - start : b - start] for a, b in spans]
+    return pieces

@@ -1,14 +1,18 @@
 """Reads remote files in chunks, which are kept on the local disk up to a limit.
 
 The folder is ``HVDKIT_DATA_CACHE``, by default "data" in the user's cache; the limit is ``HVDKIT_DATA_CACHE_GB``, by
-default 20. All ranks of a host share it. The chunks that have not been used for the longest time are removed first.
+default 20. All ranks of a host share it: the first that needs a chunk gets it from the server. The chunks that have not
+been used for the longest time are removed first.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +20,27 @@ import platformdirs
 import xxhash
 
 from hvdkit.cluster.logs import get_logger
-from hvdkit.data.files.listing import File, retrying
+from hvdkit.data.files.listing import File, disappeared, number_setting, require_unchanged, retrying, shown
 from hvdkit.errors import DataError
 
 _CHUNK = 2**22
 _DEFAULT_GB = 20.0
 # After so many chunks written by this process, old ones are looked for. The limit may be exceeded by as many per rank.
 _BETWEEN_SWEEPS = 16
+_ABANDONED = 3600  # seconds after which a temporary file is that of a process that was killed
+_LONGEST_TURN = 30  # seconds to wait for another process that reads the same chunk
 _written = 0
+_has_warned = False
 
 
 def folder() -> Path:
     """Return the folder of the cache."""
     return Path(os.environ.get("HVDKIT_DATA_CACHE") or Path(platformdirs.user_cache_dir("hvdkit"), "data"))
+
+
+def limit() -> float:
+    """Return the limit of the cache in bytes. Raises ValueError if the setting is invalid."""
+    return number_setting("HVDKIT_DATA_CACHE_GB", _DEFAULT_GB) * 1e9
 
 
 def read(filesystem: Any, name: str, file: File, start: int, size: int) -> bytes:
@@ -43,33 +55,69 @@ def read(filesystem: Any, name: str, file: File, start: int, size: int) -> bytes
 def _chunk(filesystem: Any, name: str, file: File, number: int) -> bytes:
     start, stop = number * _CHUNK, min((number + 1) * _CHUNK, file.size)
     path = folder() / xxhash.xxh3_128_hexdigest(f"{file.url} {file.size} {file.version} {number}".encode())
-    with contextlib.suppress(OSError):
-        data = path.read_bytes()
-        if len(data) == stop - start:
-            os.utime(path)
-            return data
-    data = _download(filesystem, name, file, start, stop)
-    try:
-        _keep(path, data)
-    except OSError as error:
-        get_logger().warning("data cache: cannot write %s: %s; continuing without it", path.parent, error)
+    if (kept := _kept(path, stop - start)) is not None:
+        return kept
+    with _turn(path):
+        if (kept := _kept(path, stop - start)) is not None:
+            return kept
+        data = _download(filesystem, name, file, start, stop)
+        try:
+            if limit() > 0:
+                _keep(path, data)
+        except OSError as error:
+            _warn(path.parent, error)
     return data
 
 
+def _kept(path: Path, size: int) -> bytes | None:
+    """Return a chunk of the cache. Its name is that of one version of a file, and it is renamed when it is whole."""
+    with contextlib.suppress(OSError):
+        data = path.read_bytes()
+        if len(data) == size:
+            os.utime(path)
+            return data
+    return None
+
+
+@contextlib.contextmanager
+def _turn(path: Path) -> Iterator[None]:
+    """Wait while another thread or process of this host reads the chunk ``path``, up to a limit."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a folder that cannot be written, or without locks
+            locks = path.parent / "locks"
+            locks.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context((locks / path.name[:3]).open("wb"))
+            deadline = time.monotonic() + _LONGEST_TURN
+            while time.monotonic() < deadline:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                time.sleep(0.01)
+        yield
+
+
 def _download(filesystem: Any, name: str, file: File, start: int, stop: int) -> bytes:
-    def attempt() -> bytes:
-        data = filesystem.cat_file(name, start=start, end=stop)
-        if len(data) != stop - start:  # a connection that was closed early
+    """Return bytes of a remote file, which has not changed until then."""
+    where = f"bytes {start} to {stop} of {file.url}"
+
+    def attempt(**options: Any) -> bytes:
+        data = filesystem.cat_file(name, start=start, end=stop, **options)
+        if len(data) > stop - start:
+            raise ValueError(f"the server does not know ranges and sent {len(data)} bytes; copy the files to a disk")
+        if len(data) < stop - start:  # a connection that was closed early
             raise ConnectionError(f"{len(data)} bytes instead of {stop - start}")
         return data
 
     try:
-        return retrying(attempt)
+        data = retrying(filesystem, attempt)
+        require_unchanged(file, filesystem, name)
     except FileNotFoundError as error:
-        raise DataError(f"{file.url} has disappeared since it was listed: {error}") from error
+        raise disappeared(file, error) from error
+    except DataError:
+        raise
     except Exception as error:
-        where = f"bytes {start} to {stop} of {file.url}"
-        raise DataError(f"{where} could not be read: {type(error).__name__}: {error}") from error
+        raise DataError(f"{where} could not be read: {shown(error)}") from error
+    return data
 
 
 def _keep(path: Path, data: bytes) -> None:
@@ -83,19 +131,32 @@ def _keep(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
     _written += 1
     if _written % _BETWEEN_SWEEPS == 1:
-        _remove_oldest(path.parent)
+        _sweep(path.parent)
 
 
-def _remove_oldest(cache: Path) -> None:
-    limit = float(os.environ.get("HVDKIT_DATA_CACHE_GB") or _DEFAULT_GB) * 1e9
+def _sweep(cache: Path) -> None:
+    """Remove what killed processes left, and the oldest chunks beyond the limit."""
     found = []
     for path in cache.iterdir():
         with contextlib.suppress(OSError):
-            found.append((path.stat().st_mtime, path.stat().st_size, path))
-    excess = sum(size for _, size, _ in found) - limit
+            if not path.is_file():
+                continue
+            status = path.stat()
+            if path.name.startswith(".") and status.st_mtime < time.time() - _ABANDONED:
+                path.unlink()
+            else:
+                found.append((status.st_mtime, status.st_size, path))
+    excess = sum(size for _, size, _ in found) - limit()
     for _, size, path in sorted(found):
         if excess <= 0:
             return
         with contextlib.suppress(OSError):
             path.unlink()
             excess -= size
+
+
+def _warn(cache: Path, error: OSError) -> None:
+    global _has_warned
+    if not _has_warned:
+        _has_warned = True
+        get_logger().warning("data cache: cannot write %s: %s; continuing without it", cache, error)

@@ -3,81 +3,27 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, get_args
 
 import numpy as np
 import optree
-import xxhash
 
-from hvdkit import cluster
-from hvdkit.cluster import agreement
-from hvdkit.cluster.logs import get_logger
-from hvdkit.data.block_order import BlockOrder
-from hvdkit.data.files.listing import File, Paths, list_files
-from hvdkit.data.files.reading_ahead import BlockCache, in_order, in_threads
-from hvdkit.data.indexed import Shuffle, batches_of_epoch
+from hvdkit.data.block_order import BlockOrder, Lanes
+from hvdkit.data.files.formats import BlockRows, Format, OnError
+from hvdkit.data.files.kept_open import close_idle
+from hvdkit.data.files.listing import File, Paths
+from hvdkit.data.files.reading_ahead import BlockCache, in_order
+from hvdkit.data.files.scanning import Scan, ScannedFile, agree_on_columns, columns_of, digest
+from hvdkit.data.indexed import IndexedSource, Shuffle, batches_of_epoch
 from hvdkit.data.order import Order, RankRows, Remainder, shuffled_indices
 from hvdkit.data.permutation import Permutation
 from hvdkit.errors import DataError, describe
 
 # Up to this many examples (4 MB), the full shuffle of files is that of arrays: uniform over all permutations.
 _UNIFORM_EXAMPLES = 2**20
-
-
-OnError = Literal["raise", "skip"]
-
-
-class FileLayout(NamedTuple):
-    """What one file has, as found by :meth:`Format.scan`.
-
-    Attributes:
-        block_rows: The number of rows of each block, in the order of the file.
-        kind: The columns and types as text, which must be the same in all files.
-        largest_block: Its size in memory, in bytes.
-        damaged: The numbers of the records that are skipped, ascending.
-        problem: Why the file as a whole is skipped, or "".
-    """
-
-    block_rows: list[int]
-    kind: str
-    largest_block: int
-    damaged: np.ndarray = np.array([], np.int64)
-    problem: str = ""
-
-
-class BlockRows(NamedTuple):
-    """Rows of a batch that come from one block.
-
-    Attributes:
-        block: What :meth:`Format.load` returned for the block.
-        rows: int64 ``[m]``: the rows in it.
-        places: int64 ``[m]``: their rows in the batch.
-    """
-
-    block: Any
-    rows: np.ndarray
-    places: np.ndarray
-
-
-class Format(Protocol):
-    """How files of one format are read. All methods may be called by several threads at once."""
-
-    name: str
-    suffixes: tuple[str, ...]  # of its files in a folder; empty for all
-    reads_rows: bool  # without the rest of their block
-
-    def scan(self, file: File) -> FileLayout:
-        """Return what the file has; called once per file, by one of the ranks."""
-
-    def load(self, file: File, layout: FileLayout, block: int) -> Any:
-        """Read a block. The result is kept while its rows are needed."""
-
-    def load_rows(self, file: File, layout: FileLayout, block: int, rows: np.ndarray) -> tuple[Any, np.ndarray]:
-        """Read the distinct, ascending rows of a block without the others; return what was read, and rows in it."""
-
-    def take(self, parts: Sequence[BlockRows], rows: int) -> Any:
-        """Return a batch of ``rows`` rows: a structure of arrays."""
+# Up to this size, a full shuffle keeps files in memory that are read in blocks.
+_SMALL_BYTES = 2**30
 
 
 class FileSource:
@@ -85,7 +31,7 @@ class FileSource:
 
     Attributes:
         examples: The number of rows, in all files.
-        structure: A batch of one row.
+        structure: A batch.
         files: The files, in order.
         layouts: What each of them has.
     """
@@ -93,41 +39,67 @@ class FileSource:
     map_fn = None
     _mapped: Callable[[Any], Any] | None = None
 
-    def __init__(self, paths: Paths, file_format: Format, on_error: OnError = "raise"):
+    def __init__(
+        self,
+        paths: Paths,
+        file_format: Format,
+        on_error: OnError = "raise",
+        arguments: Mapping[str, Any] | None = None,
+        on_scanned: Callable[[File], None] = lambda file: None,
+    ):
         if on_error not in get_args(OnError):
             raise ValueError(describe("on_error", on_error, "'raise' or 'skip'", "choose one of the two"))
-        self._format = file_format
-        self.files, self.layouts = _listed_and_scanned(paths, file_format, on_error)
-        self._report_skipped()
-        read = [(file, layout) for file, layout in zip(self.files, self.layouts, strict=True) if not layout.problem]
+        self._scan, self._format = Scan(paths, file_format, on_error, arguments or {}, on_scanned), file_format
+        self._use(self._scan.files({}))
+        self.structure = agree_on_columns(lambda: self.read(np.zeros(1, np.int64)))
+
+    def _use(self, files: Mapping[str, ScannedFile]) -> None:
+        self._files = dict(files)
+        self.files, self.layouts = [each.file for each in files.values()], [each.layout for each in files.values()]
+        read = [(file, layout) for file, layout in files.values() if any(layout.block_rows)]
         for file, layout in read:
             if layout.kind != read[0][1].kind:
                 got, expected = f"{layout.kind} in {file.url}", f"{read[0][1].kind}, as in {read[0][0].url}"
                 raise ValueError(describe("paths", got, expected, "give files of one schema, or choose columns"))
-        rows = [rows for layout in self.layouts for rows in layout.block_rows]
-        self._block_starts = np.cumsum([0, *rows])
-        self._blocks = [(f, b) for f, layout in enumerate(self.layouts) for b in range(len(layout.block_rows))]
+        rows = [np.array(layout.block_rows, np.int64) for layout in self.layouts]
+        self._block_starts = np.cumsum(np.concatenate([np.zeros(1, np.int64), *rows]))
+        self._file_starts = np.cumsum([0, *map(np.sum, rows)])
+        self._first_blocks = np.cumsum([0, *map(len, rows)])  # of each file
         self.examples = int(self._block_starts[-1])
         if self.examples == 0:
-            remedy = "check how they were written"
-            raise ValueError(describe("paths", f"{len(self.files)} files without rows", "at least one row", remedy))
-        self._cache = BlockCache(self._load)
-        self.structure = self.read(np.zeros(1, np.int64))
+            got = f"{len(self.files)} file(s) without rows, from {self.files[0].url} on"
+            raise ValueError(describe("paths", got, "at least one row", "check how they were written"))
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the files, relative to the paths that they were found at; the same on all hosts."""
+        return [*self._files]
+
+    def rows_of(self, name: str) -> int:
+        """Return the number of rows of a file."""
+        return sum(self._files[name].layout.block_rows)
+
+    def selected(self, names: Sequence[str]) -> FileSource:
+        """Return a source of some of the files, in this order."""
+        other = copy.copy(self)
+        other._use({name: self._files[name] for name in names})
+        return other
+
+    def listed_again(self) -> FileSource:
+        """Return a source of the files that are found now; each rank scans a part of the new ones. A collective."""
+        other = copy.copy(self)
+        other._use(self._scan.files(self._files))
+        return other
+
+    def is_same(self, other: FileSource, name: str) -> bool:
+        """Return whether ``other`` has this file, unchanged."""
+        return name in other._files and other._files[name].file == self._files[name].file
 
     @property
     def skipped(self) -> dict[str, int]:
         """The number of records that are skipped in each file with damage; -1 for files that are skipped as a whole."""
         counts = {f.url: -1 if e.problem else len(e.damaged) for f, e in zip(self.files, self.layouts, strict=True)}
         return {url: count for url, count in counts.items() if count}
-
-    def _report_skipped(self) -> None:
-        if not self.skipped or (cluster.is_initialized() and not cluster.is_chief()):
-            return
-        for file, layout in zip(self.files, self.layouts, strict=True):
-            if layout.problem:
-                get_logger().warning("on_error='skip': skipped the file %s: %s", file.url, layout.problem)
-            elif len(layout.damaged):
-                get_logger().warning("on_error='skip': skipped %d record(s) of %s", len(layout.damaged), file.url)
 
     @property
     def format_name(self) -> str:
@@ -142,12 +114,25 @@ class FileSource:
             return max(touched) * size / shuffle.lanes
         if self._format.reads_rows:
             return 1
-        block_rows, local_rows = self.examples / len(self._blocks), batch_size / size
+        if self._is_kept(shuffle):
+            return size
+        block_rows, local_rows = self.examples / self._first_blocks[-1], batch_size / size
         # In order, the ranks share each block; shuffled, a batch has about one row of a block.
         return block_rows if shuffle.seed is not None else max(1, min(size, block_rows / local_rows))
 
+    def _is_kept(self, shuffle: Shuffle) -> bool:
+        """Return whether all blocks are kept in memory."""
+        is_random = not self._format.reads_rows and shuffle.mode == "full" and shuffle.seed is not None
+        return is_random and self.is_small
+
+    @property
+    def is_small(self) -> bool:
+        """Whether all blocks take at most a GiB of memory."""
+        return sum(layout.largest_block * len(layout.block_rows) for layout in self.layouts) <= _SMALL_BYTES
+
     def __repr__(self) -> str:
-        return f"hk.data.{self._format.name}({len(self.files)} files, {self.examples} rows, {len(self._blocks)} blocks)"
+        blocks = self._first_blocks[-1]
+        return f"hk.data.{self._format.name}({len(self.files)} files, {self.examples} rows, {blocks} blocks)"
 
     def map(self, function: Callable[[Any], Any]) -> FileSource:
         """Return a source whose batches are ``function(batch)``; for example ``(x, y)`` for Keras.
@@ -163,26 +148,38 @@ class FileSource:
         """
         other, before = copy.copy(self), self._mapped
         other._mapped = function if before is None else lambda batch: function(before(batch))
-        other._cache = BlockCache(other._load)
         other.structure = other.read(np.zeros(2, np.int64))
-        for leaf in optree.tree_leaves(other.structure):
+        for leaf in optree.tree_leaves(other.structure, none_is_leaf=True) or [other.structure]:
             if not getattr(leaf, "shape", ()) or leaf.shape[0] != 2:
                 got = f"{type(leaf).__name__} of shape {getattr(leaf, 'shape', ())} for a batch of 2 rows"
-                raise ValueError(describe("function", got, "arrays [rows, ...]", "map whole batches"))
+                remedy = "return arrays of whole batches, alone or in tuples and dicts"
+                raise ValueError(describe("function", got, "arrays [rows, ...]", remedy))
         return other
 
     def order(self, shuffle: Shuffle, epoch: int, batch_size: int) -> Order | None:
         """Return the order of an epoch, in constant memory."""
-        key = None if shuffle.seed is None else (shuffle.seed, epoch)
         if shuffle.mode == "blocks":
-            assert shuffle.lanes is not None and shuffle.buffer is not None
-            window = max(1, shuffle.buffer // shuffle.lanes)
-            return BlockOrder(self._block_starts, batch_size, shuffle.lanes, window, key)
-        if key is None:
+            assert shuffle.lanes is not None
+            lanes = Lanes(self.examples, batch_size, shuffle.lanes)
+            before = epoch * self.examples
+            blocks = self.block_order(shuffle, lanes.starts + before)
+
+            def of(positions: np.ndarray) -> np.ndarray:
+                lane, places = lanes(positions)
+                return blocks(lane, places + before)
+
+            return of
+        if shuffle.seed is None:
             return None
         if self.examples <= _UNIFORM_EXAMPLES:
-            return shuffled_indices(self.examples, key).__getitem__
-        return Permutation(self.examples, key)
+            return shuffled_indices(self.examples, (shuffle.seed, epoch)).__getitem__
+        return Permutation(self.examples, (shuffle.seed, epoch))
+
+    def block_order(self, shuffle: Shuffle, lane_starts: np.ndarray) -> BlockOrder:
+        """Return the order of blocks and rows for lanes that begin at these places; see :class:`BlockOrder`."""
+        assert shuffle.lanes is not None and shuffle.buffer is not None
+        window = max(1, shuffle.buffer // shuffle.lanes)
+        return BlockOrder(self._block_starts, lane_starts, window, shuffle.seed)
 
     def open(
         self, epoch: int, step: int, rank_rows: RankRows, shuffle: Shuffle, remainder: Remainder
@@ -191,39 +188,60 @@ class FileSource:
 
         Threads read the following batches ahead. The third value is 0.
         """
-        whole_blocks = shuffle.mode == "blocks" or (shuffle.seed is None and not self._format.reads_rows)
-        planned = batches_of_epoch(self, epoch, step, rank_rows, shuffle, remainder, lambda indices: indices)
+        return read_ahead(self, epoch, step, rank_rows, shuffle, remainder)
 
-        def read(plan: tuple[np.ndarray, list[int], int]) -> tuple[Any, list[int], int]:
-            indices, counts, digest = plan
-            return self.read(indices, whole_blocks=whole_blocks), counts, digest
+    def reader(self, shuffle: Shuffle) -> EpochReader:
+        """Return a reader for an epoch. It keeps blocks whose other rows are needed soon."""
+        is_kept = self._is_kept(shuffle)
+        if shuffle.mode == "full" and not is_kept and (self._format.reads_rows or shuffle.seed is not None):
+            return EpochReader(self.read)
+        cache = BlockCache(self._load, np.diff(self._block_starts), keep=is_kept)
+        return EpochReader(lambda indices: self.read(indices, cache), cache.next_batch)
 
-        for batch in in_order(read, planned):
-            self._cache.next_batch()
-            yield batch
-
-    def read(self, indices: np.ndarray, *, whole_blocks: bool = False) -> Any:
+    def read(self, indices: np.ndarray, cache: BlockCache | None = None) -> Any:
         """Return the rows ``indices``, int64 ``[m]``, in this order.
 
         Args:
-            whole_blocks: Read each block once and keep it for later calls, because its other rows are needed soon.
+            cache: Keeps each block for later calls.
         """
-        blocks = np.searchsorted(self._block_starts, indices, side="right") - 1
-        places = np.argsort(blocks, kind="stable")
-        changes = np.flatnonzero(np.diff(blocks[places])) + 1
+        by_block = cache is not None or not self._format.reads_rows
+        starts = self._block_starts if by_block else self._file_starts
+        places = np.argsort(indices, kind="stable")
+        ascending = indices[places]
+        found = np.searchsorted(starts, ascending, side="right") - 1  # blocks or files
+        changes = np.flatnonzero(np.diff(found)) + 1
         parts = []
-        for each in np.split(places, changes):
-            block = int(blocks[each[0]])
-            rows = indices[each] - self._block_starts[block]
-            if whole_blocks:
-                parts.append(BlockRows(self._cache.get(block), rows, each))
-            else:
-                unique, inverse = np.unique(rows, return_inverse=True)
-                f, b = self._blocks[block]
-                loaded, found = self._format.load_rows(self.files[f], self.layouts[f], b, unique)
-                parts.append(BlockRows(loaded, found[inverse], each))
-        batch = self._format.take(parts, len(indices))
+        for each, rows in zip(np.split(places, changes), np.split(ascending, changes), strict=True):
+            number = int(np.searchsorted(starts, rows[0], side="right")) - 1
+            rows = rows - starts[number]
+            if by_block:
+                block = self._load(number) if cache is None else cache.get(number, len(rows))
+            else:  # filler may repeat rows
+                unique = rows
+                if np.diff(rows).all():
+                    rows = np.arange(len(rows))
+                else:
+                    unique, rows = np.unique(rows, return_inverse=True)
+                block = self._format.load_rows(self.files[number], self.layouts[number], unique)
+            parts.append(BlockRows(block, _slice_if_run(rows), _slice_if_run(each)))
+        try:
+            batch = self._format.take(parts, len(indices))
+        except Exception as error:
+            self._raise_for_row(parts, indices, error)
+            raise
         return batch if self._mapped is None else self._mapped(batch)
+
+    def _raise_for_row(self, parts: Sequence[BlockRows], indices: np.ndarray, error: Exception) -> None:
+        """Raise the error of the first row that cannot be parsed alone, with the name of its file."""
+        for block, rows, places in parts:
+            for row, place in zip(_as_array(rows), _as_array(places), strict=True):
+                try:
+                    self._format.take([BlockRows(block, np.array([row]), np.array([0]))], 1)
+                except Exception as cause:
+                    f = int(np.searchsorted(self._file_starts, indices[place], side="right")) - 1
+                    (number,) = self.layouts[f].record_numbers(indices[[place]] - self._file_starts[f])
+                    where = f"{self.files[f].url}: row {number} (the first is 0) cannot be parsed"
+                    raise DataError(f"{where}: {type(cause).__name__}: {cause}") from error
 
     def batch_spec(self, rows: int | None) -> Any:
         """Return the ``tf.TypeSpec`` structure of a batch of ``rows`` rows; None for any number."""
@@ -233,13 +251,15 @@ class FileSource:
             if isinstance(leaf, tf.RaggedTensor):
                 shape = [rows, *leaf.shape[1:]]
                 return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
+            if isinstance(leaf, tf.SparseTensor):
+                return tf.SparseTensorSpec([rows, *[None] * (leaf.shape.rank - 1)], leaf.dtype)
             return tf.TensorSpec([rows, *leaf.shape[1:]], tf.convert_to_tensor(leaf).dtype)
 
         return tf.nest.map_structure(spec, self.structure)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the number of rows, the columns, and a digest of all files' names, sizes and rows."""
-        return {"examples": self.examples, "arrays": {"files": self.layouts[0].kind}, "rows": self.digest()}
+        return {"examples": self.examples, "arrays": {"files": columns_of(self.structure)}, "rows": self.digest()}
 
     def identity(self, shuffle: Shuffle) -> dict[str, Any]:
         """Return what determines the global order in addition to the seed and sizes."""
@@ -247,53 +267,60 @@ class FileSource:
 
     def digest(self) -> int:
         """Return a digest of the files' sizes and rows. Their folders may differ between hosts and runs."""
-        names = [(file.name, file.size) for file in self.files]
-        return xxhash.xxh3_64_intdigest(repr((names, self._block_starts.tolist())).encode())
+        names = [(name, file.size) for name, (file, _) in self._files.items()]
+        return digest((names, self._block_starts.tolist()))
 
     def _load(self, block: int) -> Any:
-        f, b = self._blocks[block]
-        return self._format.load(self.files[f], self.layouts[f], b)
+        number = int(np.searchsorted(self._first_blocks, block, side="right")) - 1
+        return self._format.load(self.files[number], self.layouts[number], block - int(self._first_blocks[number]))
 
 
-def _listed_and_scanned(paths: Paths, file_format: Format, on_error: OnError) -> tuple[list[File], list[FileLayout]]:
-    """Return the files and their layouts. Each rank scans a part of the files.
+def _slice_if_run(rows: np.ndarray) -> np.ndarray | slice:
+    """Return rows that follow each other as a slice, others unchanged."""
+    first, last = int(rows[0]), int(rows[-1]) + 1
+    return slice(first, last) if last - first == len(rows) and (np.diff(rows) == 1).all() else rows
 
-    Raises:
-        Exception: ``paths`` are invalid, or this rank's part of the files cannot be read.
-        DataError: On other ranks.
-        CollectiveMismatchError: Ranks see different files.
+
+def _as_array(rows: np.ndarray | slice) -> np.ndarray:
+    return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+
+
+class EpochReader(NamedTuple):
+    """Reads the examples of an epoch.
+
+    Attributes:
+        read: Returns the examples ``indices``, int64 ``[m]``. Called by several threads at once.
+        next_batch: Called after each batch, to drop what is not needed any more.
     """
-    files: list[File] = []
 
-    def scan(file: File) -> FileLayout:
-        try:
-            return file_format.scan(file)
-        except DataError as error:
-            if on_error == "raise":
-                raise
-            return FileLayout([], "", 0, problem=str(error))
-
-    if not cluster.is_initialized():
-        files = list_files(paths, file_format.suffixes)
-        return files, in_threads(scan, files)
-    exchange, rank, size = cluster.exchange(), cluster.rank(), cluster.size()
-
-    def names_and_sizes() -> list[tuple[str, int]]:
-        files.extend(list_files(paths, file_format.suffixes))
-        return [(file.name, file.size) for file in files]
-
-    listed = agreement.gather(exchange, "a list of data files", names_and_sizes, error=DataError)
-    agreement.compare(listed, "paths", "let every host see the same files", show=_first_difference)
-    scanned = agreement.gather(
-        exchange, "the rows of data files", lambda: in_threads(scan, files[rank::size]), error=DataError
-    )
-    return files, [scanned[i % size][i // size] for i in range(len(files))]
+    read: Callable[[np.ndarray], Any]
+    next_batch: Callable[[], None] = lambda: None
 
 
-def _first_difference(odd: list[tuple[str, int]], usual: list[tuple[str, int]]) -> tuple[str, str]:
-    index = agreement.differing_indices(odd, usual)[0]
-    got, expected = (
-        f"{each[index][0]} of {each[index][1]} bytes" if index < len(each) else "no further file"
-        for each in (odd, usual)
-    )
-    return got, expected
+class ThreadedSource(IndexedSource, Protocol):
+    """A source that threads read ahead."""
+
+    def reader(self, shuffle: Shuffle) -> EpochReader:
+        """Return a reader for an epoch."""
+
+
+def read_ahead(
+    source: ThreadedSource, epoch: int, step: int, rank_rows: RankRows, shuffle: Shuffle, remainder: Remainder
+) -> Iterator[tuple[Any, list[int], int]]:
+    """Yield the rank's rows of each global batch of the epoch from ``step`` on, and its number of real examples.
+
+    Files are closed when the epoch ends.
+    """
+    reader = source.reader(shuffle)
+    planned = batches_of_epoch(source, epoch, step, rank_rows, shuffle, remainder, lambda indices: indices)
+
+    def read(plan: tuple[np.ndarray, list[int], int]) -> tuple[Any, list[int], int]:
+        indices, counts, digest = plan
+        return reader.read(indices), counts, digest
+
+    try:
+        for batch in in_order(read, planned):
+            reader.next_batch()
+            yield batch
+    finally:
+        close_idle()

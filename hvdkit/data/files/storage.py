@@ -5,48 +5,96 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from hvdkit.data.files import remote_cache
-from hvdkit.data.files.listing import File, current_file
+from hvdkit.data.files.kept_open import C, kept_open
+from hvdkit.data.files.listing import File, disappeared, filesystem_of, is_local, require_unchanged
 from hvdkit.errors import DataError
+
+_COMPRESSED = {
+    b"\x1f\x8b": ("gzip", "gzip -d"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "zstd -d"),
+    b"BZh9": ("bzip2", "bzip2 -d"),
+    b"\xfd7zXZ\x00": ("xz", "xz -d"),
+    b"\x04\x22\x4d\x18": ("lz4", "lz4 -d"),
+}
 
 
 class OpenFile:
-    """A file that is open for reading. Several threads may read at once.
+    """A file that is open for reading. A local one is opened when it is first read.
 
     Attributes:
         file: The file.
         path: The path of a local file, otherwise None.
     """
 
-    def __init__(self, file: File, filesystem: Any, name: str):
-        self.file, self._filesystem, self._name = file, filesystem, name
-        self.path = name if "file" in filesystem.protocol else None
-        self._descriptor = None if self.path is None else os.open(name, os.O_RDONLY)
+    def __init__(self, file: File):
+        self.file = file
+        self._filesystem, self._name = filesystem_of(file.url)
+        self.path = self._name if is_local(self._filesystem) else None
+        self._descriptor: int | None = None
 
     def close(self) -> None:
         """Close the file."""
         if self._descriptor is not None:
             os.close(self._descriptor)
+            self._descriptor = None
 
     def read(self, start: int, size: int) -> bytes:
         """Return ``size`` bytes from ``start`` on.
 
         Raises:
-            DataError: The file ends before, or a server does not answer.
+            DataError: The file ends before, or cannot be read.
         """
-        if self._descriptor is None:
+        if self.path is None:
             data = remote_cache.read(self._filesystem, self._name, self.file, start, size)
         else:
-            data = os.pread(self._descriptor, size, start)
-            while 0 < len(data) < size and (more := os.pread(self._descriptor, size - len(data), start + len(data))):
-                data += more  # Linux reads at most 2 GiB at once
-        if len(data) < size:
-            raise DataError(f"{self.file.url} ends at byte {start + len(data)}, expected at least {start + size}")
+            with self._named(start, size):
+                data = os.pread(self._local(), size, start)
+                while 0 < len(data) < size and (more := os.pread(self._local(), size - len(data), start + len(data))):
+                    data += more  # Linux reads at most 2 GiB at once
+        self._require(start, len(data), size)
         return data
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        """Fill a buffer of bytes from ``start`` of a local file on.
+
+        Raises:
+            DataError: The file ends before, or cannot be read.
+        """
+        done = 0
+        with self._named(start, len(buffer)):
+            while done < len(buffer) and (count := os.preadv(self._local(), [buffer[done:]], start + done)):
+                done += count
+        self._require(start, done, len(buffer))
+
+    def _require(self, start: int, found: int, size: int) -> None:
+        if found < size:
+            raise DataError(f"{self.file.url} ends at byte {start + found}, expected at least {start + size}")
+
+    def _local(self) -> int:
+        if self._descriptor is None:
+            with naming_errors(self.file):
+                self._descriptor = os.open(self._name, os.O_RDONLY)
+        return self._descriptor
+
+    @contextlib.contextmanager
+    def _named(self, start: int, size: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DataError(f"bytes {start} to {start + size} of {self.file.url} could not be read: {error}") from error
+
+    def refuse_compressed(self) -> None:
+        """Raise DataError for a compressed file, which has no access to single records."""
+        start = self.read(0, min(self.file.size, max(map(len, _COMPRESSED))))
+        for magic, (name, command) in _COMPRESSED.items():
+            if start.startswith(magic):
+                problem = f"{self.file.url} is compressed with {name}, which has no access to single records"
+                raise DataError(f"{problem}; decompress it with `{command}`")
 
     def for_library(self) -> Any:
         """Return a path, or a file object, for libraries that read files themselves."""
@@ -77,37 +125,43 @@ class _Raw(io.RawIOBase):
         return size
 
 
-@contextlib.contextmanager
-def opened(file: File) -> Iterator[OpenFile]:
-    """Open a file for reading, which must be as it was listed.
+def opened(file: File) -> AbstractContextManager[OpenFile]:
+    """Open a file for reading, which must be as it was listed; see :func:`opened_as`."""
+    return opened_as(file, _itself)
+
+
+def opened_as(file: File, make: Callable[[OpenFile], C]) -> AbstractContextManager[C]:
+    """Open a file with a library. What ``make`` returns is kept open for later reads, by one thread at a time.
 
     Raises:
-        DataError: It has disappeared or changed. For remote files, this is checked once.
+        DataError: The file has disappeared or changed: checked before the first read, and once a second. Of remote
+            files, this is checked when a part is downloaded.
     """
-    import fsspec
 
-    filesystem, name = fsspec.core.url_to_fs(file.url)
+    def open_file() -> C:
+        with naming_errors(file):
+            return make(OpenFile(file))
+
+    return kept_open((file, make), open_file, lambda: _check(file))
+
+
+@contextlib.contextmanager
+def naming_errors(file: File) -> Iterator[None]:
+    """Turn errors about opening a file into DataErrors that name it."""
     try:
-        if "file" in filesystem.protocol:
-            _require_unchanged(file)
-        else:
-            _require_unchanged_once(file)
-        open_file = OpenFile(file, filesystem, name)
+        yield
     except FileNotFoundError as error:
-        raise DataError(f"{file.url} has disappeared since it was listed: {error}") from error
-    with contextlib.closing(open_file):
-        yield open_file
+        raise disappeared(file, error) from error
+    except OSError as error:
+        raise DataError(f"{file.url} cannot be opened: {error}") from error
 
 
-def _require_unchanged(file: File) -> None:
-    import fsspec
-
-    now = current_file(*fsspec.core.url_to_fs(file.url))
-    if now != file:
-        raise DataError(
-            f"{file.url} has changed since it was listed: {file.size} bytes, version {file.version!r}, then "
-            f"{now.size} bytes, version {now.version!r}; start again with the new files"
-        )
+def _itself(file: OpenFile) -> OpenFile:
+    return file
 
 
-_require_unchanged_once = cache(_require_unchanged)
+def _check(file: File) -> None:
+    filesystem, name = filesystem_of(file.url)
+    if is_local(filesystem):
+        with naming_errors(file):
+            require_unchanged(file, filesystem, name)

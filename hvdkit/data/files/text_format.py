@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,10 +10,10 @@ import numpy.typing as npt
 import pyarrow as pa
 from pyarrow import csv
 
-from hvdkit.data.files.columns import to_numpy
+from hvdkit.data.files.columns import taken_columns, to_numpy
+from hvdkit.data.files.formats import BlockRows, OnError
 from hvdkit.data.files.listing import File
-from hvdkit.data.files.records import RecordFormat
-from hvdkit.data.files.source import OnError
+from hvdkit.data.files.records import RecordFormat, in_places, read_pieces
 from hvdkit.data.files.storage import OpenFile
 from hvdkit.errors import DataError, describe
 
@@ -37,9 +36,8 @@ class LineFormat(RecordFormat):
 
     def find_offsets(self, file: OpenFile) -> np.ndarray:
         """Return the offset of each line, and the end of the file."""
-        url, size = file.file.url, file.file.size
-        if file.read(0, min(2, size)) == b"\x1f\x8b":
-            raise DataError(f"{url} is compressed with gzip, which has no access to single lines; decompress it")
+        file.refuse_compressed()
+        size = file.file.size
         found, data = [np.zeros(1, np.uint64)], b"\n"
         for start in range(0, size, _CHUNK):
             data = file.read(start, min(_CHUNK, size - start))
@@ -47,17 +45,15 @@ class LineFormat(RecordFormat):
             found.append(ends.astype(np.uint64) + np.uint64(start + 1))
         if not data.endswith(b"\n"):
             found.append(np.array([size], np.uint64))
-        return np.concatenate(found)[self._header_lines :]
+        offsets = np.concatenate(found)
+        return offsets[min(self._header_lines, len(offsets) - 1) :]
 
-    def record(self, data: bytes, file: File, row: int, offset: int) -> bytes:
-        """Return a line with its end."""
-        return data.rstrip(b"\r\n") + b"\n"
+    def contents(self, pieces: Sequence[bytes], file: File, numbers: np.ndarray) -> list[bytes]:
+        """Return lines with their ends."""
+        return [piece.rstrip(b"\r\n") + b"\n" for piece in pieces]
 
-    def batch(self, records: Sequence[bytes]) -> Any:
-        """Return an array of bytes."""
-        array = np.empty(len(records), object)
-        array[:] = records
-        return array
+    def take(self, parts: Sequence[BlockRows], rows: int) -> Any:
+        return in_places(parts, rows)
 
 
 class DelimitedFormat(LineFormat):
@@ -86,31 +82,67 @@ class DelimitedFormat(LineFormat):
         if self.skips:  # which lines are damaged depends on the number of values
             self.kind += f" of {len(columns)} values between {delimiter!r}"
 
-    def record(self, data: bytes, file: File, row: int, offset: int) -> bytes:
-        """Return a line with its end, after counting its values."""
-        line = super().record(data, file, row, offset)
-        if (values := line.count(self._delimiter.encode()) + 1) != len(self._types):
-            where = f"line {row + 1 + self._header_lines} of {file.url}"
-            raise DataError(
-                f"{where} has {values} values separated by {self._delimiter!r}, expected {len(self._types)}"
-            )
-        return line
+    def contents(self, pieces: Sequence[bytes], file: File, numbers: np.ndarray) -> list[bytes]:
+        """Return lines with their ends, after counting their values."""
+        lines = super().contents(pieces, file, numbers)
+        for number, line in zip(numbers.tolist(), lines, strict=True):
+            if (values := line.count(self._delimiter.encode()) + 1) != len(self._types):
+                where = f"line {number + 1 + self._header_lines} of {file.url}"
+                raise DataError(
+                    f"{where} has {values} values separated by {self._delimiter!r}, expected {len(self._types)}"
+                )
+        return lines
 
-    def batch(self, records: Sequence[bytes]) -> Any:
+    def block(self, source: OpenFile, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        """Return columns."""
+        offsets = self._offsets_of(source.file)
+        breaks = np.flatnonzero(np.diff(numbers) != 1) + 1  # lines that follow each other are one piece
+        first, last = numbers[[0, *breaks]], numbers[[*(breaks - 1), -1]]
+        text = b"".join(read_pieces(source, offsets[first].astype(np.int64), offsets[last + 1].astype(np.int64)))
+        # Arrow takes an empty line, of at most 2 bytes with its end, for one whose values are all missing.
+        if (offsets[numbers + 1] - offsets[numbers] <= 2).any():
+            self._records(source, numbers)  # raises if a line has another number of values
+        try:
+            return self._parsed(text)
+        except (pa.ArrowInvalid, TypeError) as error:
+            self._raise_for_line(source, numbers, error)
+            raise
+
+    def _parsed(self, text: bytes) -> dict[str, np.ndarray]:
         table = csv.read_csv(
-            io.BytesIO(b"".join(records)),
-            csv.ReadOptions(use_threads=False, column_names=[*self._types]),
+            pa.BufferReader(text),
+            csv.ReadOptions(use_threads=False, column_names=[*self._types], block_size=len(text) + 1),
             csv.ParseOptions(delimiter=self._delimiter, quote_char=False, ignore_empty_lines=False),
             csv.ConvertOptions(column_types=self._types, strings_can_be_null=False),
         )
-        return {name: to_numpy(table.column(name), self._fill.get(name)) for name in self._types}
+        return self.arrays(table)
+
+    def _raise_for_line(self, source: OpenFile, numbers: np.ndarray, error: Exception) -> None:
+        """Raise DataError for the first line that cannot be parsed alone."""
+        for number, line in zip(numbers.tolist(), self._records(source, numbers), strict=True):
+            try:
+                self._parsed(line)
+            except (pa.ArrowInvalid, TypeError) as cause:
+                where = f"line {number + 1 + self._header_lines} of {source.file.url}"
+                raise DataError(f"{where} cannot be parsed: {cause}") from error
+
+    def arrays(self, table: pa.Table) -> dict[str, np.ndarray]:
+        """Return the arrays of a block."""
+        return {name: self.array(table, name) for name in self._types}
+
+    def array(self, table: pa.Table, name: str) -> np.ndarray:
+        """Return the array of a column."""
+        try:
+            return np.asarray(to_numpy(table.column(name), self._fill.get(name)))
+        except TypeError as error:
+            remedy = f"pass fill={{{name!r}: value}}, or a float dtype"
+            raise TypeError(describe(f"column {name!r}", str(error), "a value in each line", remedy)) from None
+
+    def take(self, parts: Sequence[BlockRows], rows: int) -> Any:
+        return taken_columns(parts, rows)
 
 
 CRITEO_COUNTS, CRITEO_CATEGORIES = 13, 26
-_NO_DIGIT = 255
-_HEX_VALUES = np.full(256, _NO_DIGIT, np.uint8)
-for _digits in ("0123456789abcdef", "0123456789ABCDEF"):
-    _HEX_VALUES[np.frombuffer(_digits.encode(), np.uint8)] = np.arange(16)
 
 
 class CriteoFormat(DelimitedFormat):
@@ -124,22 +156,42 @@ class CriteoFormat(DelimitedFormat):
         columns = {"label": "int32", **dict.fromkeys(counts, "float32"), **dict.fromkeys(self._categories, "S8")}
         super().__init__(columns, "\t", 0, {"label": 0, **dict.fromkeys(counts, 0)}, on_error)
 
-    def batch(self, records: Sequence[bytes]) -> Any:
-        columns = super().batch(records)
-        counts = np.stack([columns[name] for name in self._counts], axis=1)
-        categories = np.stack([_from_hex(columns[name]) for name in self._categories], axis=1)
-        return {"counts": counts, "categories": categories}, columns["label"]
+    def arrays(self, table: pa.Table) -> dict[str, np.ndarray]:
+        """Return the arrays of a block."""
+        counts = [self.array(table, name) for name in self._counts]
+        texts = pa.concat_arrays([chunk for name in self._categories for chunk in table.column(name).chunks])
+        return {
+            "counts": np.stack(counts, axis=1),
+            "categories": np.ascontiguousarray(_from_hex(texts).reshape(CRITEO_CATEGORIES, -1).T),
+            "label": self.array(table, "label"),
+        }
+
+    def take(self, parts: Sequence[BlockRows], rows: int) -> Any:
+        columns = super().take(parts, rows)
+        label = columns.pop("label")
+        return columns, label
 
 
-def _from_hex(texts: np.ndarray) -> np.ndarray:
+def _from_hex(texts: pa.BinaryArray) -> np.ndarray:
     """Return the values of up to 8 hexadecimal digits each, int64; -1 for an empty text."""
-    digits = texts.astype("S8").view(np.uint8).reshape(len(texts), 8)
-    lengths = (digits != 0).sum(axis=1)
-    values = np.zeros(len(texts), np.int64)
-    for i in range(8):
-        is_digit = i < lengths
-        values = np.where(is_digit, values * 16 + _HEX_VALUES[digits[:, i]], values)
-    return np.where(lengths == 0, -1, values)
+    _, offsets, data = texts.buffers()
+    ends = np.frombuffer(offsets, np.int32)[texts.offset : texts.offset + len(texts) + 1]
+    lengths = np.diff(ends)
+    letters = np.frombuffer(data or b"", np.uint8)[ends[0] : ends[-1]]
+    digits = (letters & 15) + 9 * (letters >> 6)  # letters have bit 6, and a low half of 1 to 6
+    values = np.full(len(texts), -1, np.int64)
+    for length in np.flatnonzero(np.bincount(lengths)).tolist():
+        if length == 0:
+            continue
+        rows = np.flatnonzero(lengths == length)
+        if len(rows) * length == len(digits):  # usually all have eight digits, or none
+            each = digits.reshape(-1, length)
+        else:
+            each = digits[(ends[rows] - ends[0])[:, None] + np.arange(length)]
+        padded = np.zeros((len(rows), 8), np.uint8)
+        padded[:, max(0, 8 - length) :] = each[:, :8]
+        values[rows] = (padded[:, ::2] << 4 | padded[:, 1::2]).view(">u4").ravel()
+    return values
 
 
 def _arrow_type(name: str, dtype: npt.DTypeLike) -> pa.DataType:

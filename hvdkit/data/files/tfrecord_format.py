@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import google_crc32c
 import numpy as np
 
 from hvdkit.cluster.logs import get_logger
+from hvdkit.data.files.formats import BlockRows, OnError
 from hvdkit.data.files.listing import File
-from hvdkit.data.files.records import Parse, Parser, RecordFormat
-from hvdkit.data.files.source import OnError
+from hvdkit.data.files.records import Parse, Parser, RecordFormat, in_places
 from hvdkit.data.files.storage import OpenFile
 from hvdkit.errors import DataError
 
 _HEADER, _FOOTER = 12, 4  # bytes
+T = TypeVar("T", int, np.ndarray)
 # Bytes that are read ahead to find the lengths of short records.
 _LEAST_AHEAD, _MOST_AHEAD = 2**12, 2**24
 
@@ -38,8 +39,7 @@ class TFRecordFormat(RecordFormat):
     def find_offsets(self, file: OpenFile) -> np.ndarray:
         """Return the offset of each record, and the end, from the lengths of all records."""
         url, size = file.file.url, file.file.size
-        if file.read(0, min(2, size)) == b"\x1f\x8b":
-            raise DataError(f"{url} is compressed with gzip, which has no access to single records; decompress it")
+        file.refuse_compressed()
         offsets, position, chunk, start, ahead = [0], 0, b"", 0, _LEAST_AHEAD
         while position < size:
             if position + _HEADER > start + len(chunk):
@@ -62,16 +62,19 @@ class TFRecordFormat(RecordFormat):
             break
         return np.array(offsets, np.uint64)
 
-    def record(self, data: bytes, file: File, row: int, offset: int) -> bytes:
-        """Return the content of a record after checking it."""
-        content = data[_HEADER:-_FOOTER]
-        (crc,) = struct.unpack("<I", data[-_FOOTER:])
-        if _masked(google_crc32c.value(content)) != crc:
-            raise DataError(f"{file.url}: record {row}, at byte {offset}, is damaged (CRC)")
-        return content
+    def contents(self, pieces: Sequence[bytes], file: File, numbers: np.ndarray) -> list[bytes]:
+        """Return the contents of records after checking them."""
+        contents = [piece[_HEADER:-_FOOTER] for piece in pieces]
+        stored = np.frombuffer(b"".join([piece[-_FOOTER:] for piece in pieces]), "<u4")
+        found = np.fromiter(map(google_crc32c.value, contents), np.uint32, len(contents))
+        if len(damaged := np.flatnonzero(_masked(found) != stored)):
+            number = int(numbers[damaged[0]])
+            offset = self._offsets_of(file)[number]
+            raise DataError(f"{file.url}: record {number}, at byte {offset}, is damaged (CRC)")
+        return contents
 
-    def batch(self, records: Sequence[bytes]) -> Any:
-        return self._parser(records)
+    def take(self, parts: Sequence[BlockRows], rows: int) -> Any:
+        return self._parser(in_places(parts, rows))
 
 
 def is_header(data: bytes) -> bool:
@@ -79,5 +82,6 @@ def is_header(data: bytes) -> bool:
     return len(data) >= _HEADER and _masked(google_crc32c.value(data[:8])) == struct.unpack("<I", data[8:_HEADER])[0]
 
 
-def _masked(crc: int) -> int:
+def _masked(crc: T) -> T:
+    """Return CRCs, an int or uint32 array, as the file has them."""
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF

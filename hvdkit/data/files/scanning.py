@@ -1,0 +1,159 @@
+"""Finds the files of a source and what they have: all ranks together, each scanning a part of the files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import xxhash
+
+from hvdkit import cluster
+from hvdkit.cluster import agreement
+from hvdkit.cluster.logs import get_logger
+from hvdkit.data.files import remote_cache
+from hvdkit.data.files.formats import FileLayout, Format, OnError
+from hvdkit.data.files.listing import File, Paths, list_files, names_of
+from hvdkit.data.files.reading_ahead import in_threads
+from hvdkit.errors import DataError
+
+
+class ScannedFile(NamedTuple):
+    """A file, and what it has."""
+
+    file: File
+    layout: FileLayout
+
+
+class Scan(NamedTuple):
+    """What to look for. All ranks must pass the same.
+
+    Attributes:
+        paths: The user's paths.
+        file_format: The format of the files.
+        on_error: How to treat files and records that are damaged.
+        arguments: The other arguments of the user's call, compared across ranks.
+        on_scanned: Called after each file that this rank has scanned.
+    """
+
+    paths: Paths
+    file_format: Format
+    on_error: OnError
+    arguments: Mapping[str, Any]
+    on_scanned: Callable[[File], None]
+
+    def files(self, known: Mapping[str, ScannedFile]) -> dict[str, ScannedFile]:
+        """Return the files by their names. Each rank scans a part of those that are not ``known``. A collective.
+
+        Raises:
+            Exception: The paths are invalid, or this rank's part of the files cannot be read.
+            DataError: On other ranks.
+            CollectiveMismatchError: Ranks see different files, or passed other arguments.
+        """
+        files: dict[str, File] = {}
+
+        def listed() -> tuple[dict[str, str], int, list[str]]:
+            remote_cache.limit()  # an error in the settings should not come after the first download
+            found = list_files(self.paths, self.file_format.suffixes)
+            files.update(zip(names_of(self.paths, found), found, strict=True))
+            unknown = [name for name, file in files.items() if name not in known or known[name].file != file]
+            return self._shown_arguments(), digest(_names_and_sizes(files)), unknown
+
+        if cluster.is_initialized():
+            exchange, rank, size = cluster.exchange(), cluster.rank(), cluster.size()
+            ranks = agreement.gather(exchange, "a list of data files", listed, error=DataError)
+            _compare([arguments for arguments, _, _ in ranks])
+            if len({each for _, each, _ in ranks}) > 1:
+                names = agreement.gather(exchange, "names of data files", lambda: _names_and_sizes(files))
+                agreement.compare(names, "paths", "let every host see the same files", show=_first_difference)
+            to_scan = ranks[0][2]
+            parts = agreement.gather(
+                exchange,
+                "the rows of data files",
+                lambda: in_threads(self._scan, [files[name] for name in to_scan[rank::size]]),
+                error=DataError,
+            )
+            layouts = {name: parts[i % size][i // size] for i, name in enumerate(to_scan)}
+        else:
+            to_scan = listed()[2]
+            layouts = dict(zip(to_scan, in_threads(self._scan, [files[name] for name in to_scan]), strict=True))
+        if not cluster.is_initialized() or cluster.is_chief():
+            for name, layout in layouts.items():
+                _report_skipped(files[name], layout)
+        return {name: ScannedFile(file, layouts.get(name) or known[name].layout) for name, file in files.items()}
+
+    def _scan(self, file: File) -> FileLayout:
+        try:
+            layout = self.file_format.scan(file)
+        except DataError as error:
+            if self.on_error == "raise":
+                raise
+            layout = FileLayout([], "", 0, problem=str(error))
+        self.on_scanned(file)
+        return layout
+
+    def _shown_arguments(self) -> dict[str, str]:
+        """Return texts that are the same on ranks that passed the same; of a function, its name."""
+
+        def shown(value: Any) -> str:
+            return getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
+
+        arguments = {"function": self.file_format.name, "on_error": self.on_error, **self.arguments}
+        return {name: shown(value) for name, value in arguments.items()}
+
+
+def agree_on_columns(first_batch: Callable[[], Any]) -> Any:
+    """Return ``first_batch()``, after comparing the names, types and numbers of axes across ranks. A collective."""
+    batches: list[Any] = []
+
+    def columns() -> str:
+        batches.append(first_batch())
+        return columns_of(batches[0])
+
+    if cluster.is_initialized():
+        what = "the first row of data files"
+        ranks = agreement.gather(cluster.exchange(), what, columns, error=DataError)
+        agreement.compare(ranks, what, "pass the same columns= or parse= on every rank")
+    else:
+        columns()
+    return batches[0]
+
+
+def columns_of(batch: Any) -> str:
+    """Return the names, types and numbers of axes of a batch."""
+
+    def column(leaf: Any) -> str:
+        return f"{getattr(leaf, 'dtype', type(leaf).__name__)}{len(getattr(leaf, 'shape', ())) * '[]'}"
+
+    return str(optree.tree_map(column, batch))
+
+
+def digest(value: Any) -> int:
+    """Return a digest of what ``repr`` shows of a value."""
+    return xxhash.xxh3_64_intdigest(repr(value).encode())
+
+
+def _names_and_sizes(files: Mapping[str, File]) -> list[tuple[str, int]]:
+    return [(name, file.size) for name, file in files.items()]
+
+
+def _compare(arguments: Sequence[Mapping[str, str]]) -> None:
+    for name in arguments[0]:
+        passed = [each.get(name, "nothing") for each in arguments]
+        agreement.compare(passed, name, "pass the same on every rank", show=lambda odd, usual: (odd, usual))
+
+
+def _report_skipped(file: File, layout: FileLayout) -> None:
+    if layout.problem:
+        get_logger().warning("on_error='skip': skipped the file %s: %s", file.url, layout.problem)
+    elif len(layout.damaged):
+        get_logger().warning("on_error='skip': skipped %d record(s) of %s", len(layout.damaged), file.url)
+
+
+def _first_difference(odd: list[tuple[str, int]], usual: list[tuple[str, int]]) -> tuple[str, str]:
+    index = agreement.differing_indices(odd, usual)[0]
+    got, expected = (
+        f"{each[index][0]} of {each[index][1]} bytes" if index < len(each) else "no further file"
+        for each in (odd, usual)
+    )
+    return got, expected

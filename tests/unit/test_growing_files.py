@@ -1,0 +1,129 @@
+"""Files that are added while a run goes on."""
+
+import json
+
+import numpy as np
+import pytest
+
+import hvdkit as hk
+
+ORDERS = [{}, {"shuffle_seed": 3}, {"shuffle_seed": 3, "shuffle": "blocks", "interleave": 2, "shuffle_buffer": 8}]
+
+
+def add(folder, name, *ids):
+    (folder / name).parent.mkdir(exist_ok=True, parents=True)
+    np.save(folder / name, np.arange(*ids))
+
+
+def opened(folder, rank=0, size=1, **options):
+    return hk.data.GlobalBatches(hk.data.npy(folder), 4, rank=rank, size=size, **options)
+
+
+def ids_of(batches):
+    """Return the examples of an epoch, without filler."""
+    return [i for batch in batches.one_epoch() for i, real in zip(batch.tolist(), batches.mask, strict=True) if real]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_appended_files_are_read_from_the_next_epoch_on(tmp_path, order):
+    add(tmp_path, "b.npy", 10)
+    batches = opened(tmp_path, growth="append", **order)
+    assert sorted(ids_of(batches)) == [*range(10)] and batches.add_new_files() == []
+    add(tmp_path, "a.npy", 10, 15)
+    add(tmp_path, "hour=1/c.npy", 15, 17)
+    assert sorted(ids_of(batches)) == [*range(10)]
+    assert batches.add_new_files() == ["a.npy", "hour=1/c.npy"]
+    assert sorted(ids_of(batches)) == [*range(17)]
+    assert (batches.epoch, batches.step, batches.steps_per_epoch) == (2, 3 + 3 + 5, 5)
+    assert batches.state == batches.state_at(11)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_replaced_files_are_read_once(tmp_path, order):
+    add(tmp_path, "0.npy", 6)
+    batches = opened(tmp_path, growth="replace", **order)
+    assert sorted(ids_of(batches)) == [*range(6)]
+    assert ids_of(batches) == [] and list(batches) == []  # until there are new files
+    (tmp_path / "0.npy").unlink()
+    for hour, (start, stop) in enumerate([(6, 13), (13, 14), (14, 30)], 1):
+        add(tmp_path, f"{hour}.npy", start, stop)
+        assert batches.add_new_files() == [f"{hour}.npy"]
+        assert sorted(ids_of(batches)) == [*range(start, stop)]
+        assert batches.add_new_files() == []
+    assert (batches.epoch, batches.step) == (3, 2 + 2 + 1 + 4)
+
+
+@pytest.mark.parametrize("growth", ["append", "replace"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_state_names_its_files_and_continues_at_any_number_of_ranks(tmp_path, growth, order):
+    def add_hour(folder, hour):
+        add(folder, f"{9 - hour}.npy", 10 * hour, 10 * hour + 9 - hour)  # each sorts before the earlier ones
+
+    def batches_of(ranks):
+        """Return the rest of the epoch, as read by all ranks together."""
+        each = zip(*(rank.one_epoch() for rank in ranks), strict=True)
+        return [np.concatenate(batch).tolist() for batch in each]
+
+    add_hour(tmp_path, 0)
+    whole, batches = (opened(tmp_path, growth=growth, **order) for _ in range(2))
+    expected = [batches_of([whole])]
+    for hour in (1, 2):
+        add_hour(tmp_path, hour)
+        whole.add_new_files()
+        expected.append(batches_of([whole]))
+        if hour == 1:  # the other run is interrupted here
+            assert batches_of([batches]) == expected[0] and batches.add_new_files() == ["8.npy"]
+            first = [next(batches).tolist()]
+            state = json.loads(json.dumps(batches.state))
+
+    ranks = [opened(tmp_path, rank, 3, growth=growth, **order) for rank in range(3)]  # finds the last hour, too
+    for rank in ranks:
+        rank.restore(state)
+    assert first + batches_of(ranks) == expected[1]
+    assert [rank.add_new_files() for rank in ranks] == [["7.npy"]] * 3
+    assert ranks[0].state == whole.state_at(whole.step - len(expected[2]))
+    assert batches_of(ranks) == expected[2]
+
+
+def test_too_few_new_rows_wait(tmp_path):
+    add(tmp_path, "0.npy", 8)
+    batches = opened(tmp_path, growth="replace", remainder="drop")
+    ids_of(batches)
+    add(tmp_path, "1.npy", 8, 10)
+    assert batches.add_new_files() == []
+    add(tmp_path, "2.npy", 10, 12)
+    assert batches.add_new_files() == ["1.npy", "2.npy"] and ids_of(batches) == [8, 9, 10, 11]
+
+
+def test_misuse_is_an_error_that_changes_nothing(tmp_path):
+    add(tmp_path, "0.npy", 8)
+    batches = opened(tmp_path, growth="append")
+    next(batches)
+    with pytest.raises(ValueError, match="add_new_files: got step 1 of epoch 0, expected the end of an epoch"):
+        batches.add_new_files()
+    state = batches.state
+    add(tmp_path, "1.npy", 8, 12)
+    with pytest.raises(ValueError, match=r"state\['file_names'\]: got 9\.npy, expected files that are listed now"):
+        batches.restore({**state, "file_names": ["0.npy", "9.npy"]})
+    with pytest.raises(ValueError, match=r"state: got no .*file_names"):
+        batches.restore(opened(tmp_path / "0.npy").state)
+    assert batches.state == state and next(batches).tolist() == [4, 5, 6, 7]
+    add(tmp_path, "0.npy", 9)
+    with pytest.raises(hk.DataError, match=r"0\.npy changed or disappeared"):
+        batches.add_new_files()
+    with pytest.raises(TypeError, match="growth: got append, expected files"):
+        hk.data.GlobalBatches(np.arange(8), 4, growth="append", rank=0, size=1)
+    with pytest.raises(ValueError, match="growth: got yes"):
+        opened(tmp_path, growth="yes")
+    with pytest.raises(TypeError, match="growth: got None, expected 'append' or 'replace'"):
+        opened(tmp_path).add_new_files()
+
+
+def test_names_of_files_are_relative_to_the_paths(tmp_path):
+    for name in ("day=1/a.npy", "day=2/a.npy"):
+        add(tmp_path, name, 3)
+    names = ["day=1/a.npy", "day=2/a.npy"]
+    for paths in (tmp_path, tmp_path / "day=*/*.npy", [tmp_path / name for name in names]):
+        assert hk.data.npy(paths).names == names
+    assert hk.data.npy(tmp_path / "day=1" / "*.npy").names == ["a.npy"]
+    assert hk.data.npy([tmp_path / "day=1", tmp_path / "day=2/a.npy"]).names == names
