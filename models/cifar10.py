@@ -16,7 +16,18 @@ import hvdkit as hk  # before keras: a launched rank must load TensorFlow and MP
 # isort: split
 import keras
 import tensorflow as tf
-from inputs import Dataset, distorted_inputs, evaluation_inputs, load_cifar10, load_digits, synthetic_images
+from inputs import (
+    Dataset,
+    ImageFiles,
+    distorted_inputs,
+    evaluation_inputs,
+    image_files,
+    load_cifar10,
+    load_digits,
+    synthetic_images,
+)
+
+from hvdkit.errors import describe
 
 MOVING_AVERAGE_DECAY = 0.9999
 DENSE_WEIGHT_DECAY = 0.004
@@ -26,11 +37,12 @@ DENSE_WEIGHT_DECAY = 0.004
 class Config:
     """Train the CIFAR-10 tutorial's network."""
 
-    data: Literal["auto", "digits", "cifar10", "synthetic"] = "auto"
-    """Images: scikit-learn's digits, CIFAR-10 (needs --data-dir), or generated. auto: CIFAR-10 if --data-dir is
-    given, else digits."""
+    data: Literal["auto", "digits", "cifar10", "synthetic", "tfrecord"] = "auto"
+    """Images: scikit-learn's digits, generated, or in --data-dir: CIFAR-10's binary files, or TFRecord files. auto:
+    those in --data-dir if it is given, else digits."""
     data_dir: Path | None = None
-    """Folder with CIFAR-10's binary files (data_batch_1.bin ... test_batch.bin)."""
+    """Folder with CIFAR-10's binary files (data_batch_1.bin ... test_batch.bin), or with train-*.tfrecord and
+    test-*.tfrecord, of which each rank reads its own rows only."""
     form: Literal["loop", "fit"] = "loop"
     """How to train: a hand-written loop, or Keras's fit."""
     steps: int = 300
@@ -67,20 +79,23 @@ class Config:
         """Return the number of examples per step over all ranks."""
         return self.batch_size if self.per_rank_batch_size is None else self.per_rank_batch_size * hk.size()
 
-    def load(self) -> Dataset:
+    def load(self) -> Dataset | ImageFiles:
         """Return the images."""
-        name = self.data if self.data != "auto" else ("cifar10" if self.data_dir else "digits")
-        if name == "cifar10":
+        name = self.data
+        if name == "auto" and self.data_dir is not None:
+            name = "tfrecord" if any(self.data_dir.glob("*.tfrecord")) else "cifar10"
+        if name in ("cifar10", "tfrecord"):
             if self.data_dir is None:
-                raise ValueError("--data-dir: got nothing, expected CIFAR-10's folder of .bin files; or --data digits")
-            return load_cifar10(self.data_dir)
-        return load_digits() if name == "digits" else synthetic_images(seed=self.seed)
+                expected = f"the folder with the files of {name}"
+                raise ValueError(describe("--data-dir", "nothing", expected, "pass it, or --data digits"))
+            return load_cifar10(self.data_dir) if name == "cifar10" else image_files(self.data_dir)
+        return synthetic_images(seed=self.seed) if name == "synthetic" else load_digits()
 
-    def build(self, data: Dataset) -> keras.Model:
+    def build(self, data: Dataset | ImageFiles) -> keras.Model:
         """Return the model, from raw images to logits."""
         keras.utils.set_random_seed(self.seed)
         distort = Distorted(data, self.global_batch_size(), self.seed)
-        return keras.Sequential([keras.Input(data.x_train.shape[1:], dtype="uint8"), distort, *network(data.classes)])
+        return keras.Sequential([keras.Input(data.shape, dtype="uint8"), distort, *network(data.classes)])
 
     def optimizer(self) -> keras.optimizers.Optimizer:
         """Return SGD with the tutorial's staircase decay, with the rate scaled for the global batch."""
@@ -145,7 +160,7 @@ class Distorted(keras.layers.Layer):
     Counts the training steps in a variable, which is saved and restored with the model.
     """
 
-    def __init__(self, data: Dataset, global_batch_size: int, seed: int) -> None:
+    def __init__(self, data: Dataset | ImageFiles, global_batch_size: int, seed: int) -> None:
         super().__init__(name="distorted_inputs", trainable=False)
         self.distortion = data.distortion
         self.global_batch_size = global_batch_size

@@ -5,8 +5,10 @@ Naumov et al., "Deep learning recommendation model for personalization and recom
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import hvdkit as hk  # before keras: a launched rank must load TensorFlow and MPI in this order
@@ -15,7 +17,7 @@ import hvdkit as hk  # before keras: a launched rank must load TensorFlow and MP
 import keras
 import tensorflow as tf
 from console import say
-from inputs import Clicks, load_criteo, load_movielens, planted_clicks
+from inputs import ClickFiles, Clicks, click_files, load_criteo, load_movielens, planted_clicks
 from training import folder
 
 
@@ -26,15 +28,20 @@ class Config:
     data: Literal["planted", "criteo", "movielens"] = "planted"
     """Generated examples with a known best loss, Criteo's TSV files, or MovieLens's ratings.csv."""
     data_file: Path | None = None
-    """File to read, for criteo and movielens."""
+    """File to read whole, for criteo and movielens."""
+    data_dir: str | None = None
+    """Folder (or URL) with Parquet files or Criteo's click logs, instead of --data: each rank reads its own rows only.
+    The last file is held out. Columns: label, floats, ids and lists of ids; see models/inputs/click_files.py."""
     rows: int = 5000
-    """Rows of each table (planted, criteo)."""
+    """Rows of each table (planted, criteo, files); ids are taken modulo this."""
     examples: int = 120_000
-    """Number of examples to generate, or the maximum to read."""
+    """Number of examples to generate, or the maximum to read from --data-file."""
     width: int = 4
     """Width of an embedding."""
     epochs: int = 6
     """Passes over the data."""
+    max_steps: int | None = None
+    """Steps after which to stop and save, counted over all runs. Default: the end of the last epoch."""
     batch_size: int = 500
     """Examples per step, over all ranks."""
     optimizer: Literal["sgd", "adagrad", "adam"] = "adagrad"
@@ -46,8 +53,10 @@ class Config:
     logdir: Path | None = None
     """Save here, and continue from the newest checkpoint in it. Default: a folder that is removed at the end."""
 
-    def load(self) -> Clicks:
+    def load(self) -> Clicks | ClickFiles:
         """Return the examples."""
+        if self.data_dir is not None:
+            return click_files(self.data_dir, rows=self.rows)
         if self.data == "planted":
             return planted_clicks(self.examples, rows=self.rows, seed=self.seed)
         if self.data_file is None:
@@ -58,15 +67,22 @@ class Config:
 
 
 class Recommender(keras.Model):
-    """Logits of a click from numbers ``[batch, d]`` and ids ``[batch, f]``.
+    """Logits of a click from numbers ``[batch, d]``, ids ``[batch, f]`` and ragged lists of ids.
 
-    Every pair of the f embeddings and the vector of the numbers interacts by its dot product.
+    Every pair of the embeddings (of a list: their mean) and the vector of the numbers interacts by its dot product.
+
+    Args:
+        rows: number of rows of the table of each column of ids.
+        width: width of an embedding.
+        seed: seed of the tables.
+        lists: number of rows of the table of each list.
     """
 
-    def __init__(self, rows: tuple[int, ...], width: int, seed: int):
+    def __init__(self, rows: tuple[int, ...], width: int, seed: int, lists: Mapping[str, int] = MappingProxyType({})):
         super().__init__()
-        tables = [hk.layers.Table(f"c{i}", n, width, initializer=keras.initializers.RandomNormal(stddev=0.05))
-                  for i, n in enumerate(rows)]  # fmt: skip
+        normal = keras.initializers.RandomNormal(stddev=0.05)
+        tables = [hk.layers.Table(f"c{i}", n, width, initializer=normal) for i, n in enumerate(rows)]
+        tables += [hk.layers.Table(f"list_{i}", n, width, "mean", initializer=normal) for i, n in lists.items()]
         self.embed = hk.layers.ShardedEmbeddingCollection(tables, seed=seed)
         self.bottom = keras.Sequential([keras.layers.Dense(32, "relu"), keras.layers.Dense(width)])
         self.top = keras.Sequential([keras.layers.Dense(64, "relu"), keras.layers.Dense(1)])
@@ -74,7 +90,8 @@ class Recommender(keras.Model):
     def call(self, inputs):
         """Return logits ``[batch, 1]``."""
         ids = inputs["ids"]
-        found = self.embed({f"c{i}": ids[:, i] for i in range(ids.shape[1])})
+        lists = {f"list_{name}": each for name, each in inputs.get("lists", {}).items()}
+        found = self.embed({f"c{i}": ids[:, i] for i in range(ids.shape[1])} | lists)
         numbers = self.bottom(inputs["dense"])
         vectors = tf.stack([numbers, *found.values()], axis=1)
         count = vectors.shape[1]
@@ -88,20 +105,21 @@ def run(config: Config) -> tuple[float, float]:
     """Train over all ranks; return the held-out loss and AUC, over all ranks' examples."""
     data = config.load()
     keras.utils.set_random_seed(config.seed)
-    model = Recommender(data.rows, config.width, config.seed)
+    model = Recommender(data.rows, config.width, config.seed, dict.fromkeys(data.lists, config.rows))
     batches = hk.data.GlobalBatches(
         data.part(False),
         config.batch_size,
         shuffle_seed=config.seed,
+        shuffle=data.shuffle,
         epochs=config.epochs,
         remainder="drop",
         as_tensors=True,
     )
-    model({name: part[:1] for name, part in data.part(False)[0].items()})
+    model(data.example)
     optimizer = hk.DistributedOptimizer(keras.optimizers.get(
         {"class_name": config.optimizer, "config": {"learning_rate": config.learning_rate}}
     ))  # fmt: skip
-    say(f"{data.name}: {len(data.labels)} examples, {len(data.rows)} tables\n{model.embed.plan}")
+    say(f"{data.name}: {data.examples} examples, {len(data.rows) + len(data.lists)} tables\n{model.embed.plan}")
 
     @tf.function(reduce_retracing=True)
     def train_step(inputs, labels):
@@ -117,16 +135,16 @@ def run(config: Config) -> tuple[float, float]:
             logdir, model=model, optimizer=optimizer, data=batches, gather=config.logdir is None, save_model_secs=60
         ) as sv,
     ):
-        for inputs, labels in sv.batches():
+        for inputs, labels in sv.batches(until=config.max_steps):
             loss = train_step(inputs, labels)
             sv.step(loss=loss)
             log.step(sv.global_step, loss)
     return evaluate(model, data)
 
 
-def evaluate(model: Recommender, data: Clicks) -> tuple[float, float]:
+def evaluate(model: Recommender, data: Clicks | ClickFiles) -> tuple[float, float]:
     """Return the loss and the AUC of the held-out examples, of which every rank evaluates a part."""
-    batches = hk.data.GlobalBatches(data.part(True), 2000, epochs=1)
+    batches = hk.data.GlobalBatches(data.part(True), 2000, shuffle=data.shuffle, epochs=1)
     loss, area = keras.metrics.BinaryCrossentropy(from_logits=True), keras.metrics.AUC(2000, from_logits=True)
     for inputs, labels in batches:
         logits = model(inputs)

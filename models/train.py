@@ -51,19 +51,18 @@ def train_classifier(config: cifar10.Config) -> None:
     """Build on every rank, train from the last checkpoint, evaluate, compare the ranks."""
     data = config.load()
     batches = hk.data.GlobalBatches(
-        (data.x_train, data.y_train),
+        data.train,
         config.global_batch_size(),
         shuffle_seed=config.seed,
+        shuffle=data.shuffle,
         remainder="drop",
         as_tensors=True,
     )
     model = config.build(data)
     model.compile(config.optimizer(), _loss(), jit_compile=False)
     average = cifar10.MovingAverage(model)
-    say(
-        f"{data.name}: {len(data.y_train)} training images, "
-        f"{config.global_batch_size()} per step over {hk.size()} ranks"
-    )
+    trained_on, held_out = data.examples
+    say(f"{data.name}: {trained_on} training images, {config.global_batch_size()} per step over {hk.size()} ranks")
 
     started = time.perf_counter()
     train = training.fit if config.form == "fit" else training.loop
@@ -71,9 +70,9 @@ def train_classifier(config: cifar10.Config) -> None:
     seconds = time.perf_counter() - started
 
     average.swap()
-    accuracy = training.evaluate(model, data.x_test, data.y_test)
+    accuracy = training.evaluate(model, data)
     digest = hk.compare_variables(model.variables)
-    say(f"held-out accuracy {accuracy:.4f} on {len(data.y_test)} images after {config.steps} steps in {seconds:.1f} s")
+    say(f"held-out accuracy {accuracy:.4f} on {held_out} images after {config.steps} steps in {seconds:.1f} s")
     count = sum(weight.numpy().size for weight in model.trainable_variables)
     say(f"all {hk.size()} ranks hold the same {count} weights, bit for bit (digest {digest})")
 

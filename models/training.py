@@ -13,8 +13,10 @@ import hvdkit as hk  # before keras: a launched rank must load TensorFlow and MP
 
 # isort: split
 import keras
+import numpy as np
 import tensorflow as tf
 from console import progress
+from inputs import Dataset, ImageFiles
 
 
 def loop(config: Any, model: keras.Model, batches: hk.data.GlobalBatches, average: Any) -> None:
@@ -86,15 +88,15 @@ class _MovingAverage(keras.callbacks.Callback):
         self.average.update(tf.constant(self.keep.supervisor.global_step + 1, tf.int64))
 
 
-def evaluate(model: keras.Model, images: Any, labels: Any, *, batch_size: int = 256) -> float:
-    """Return the accuracy over all held-out examples; each rank evaluates a part, uneven or empty."""
-    share = slice(len(labels) * hk.rank() // hk.size(), len(labels) * (hk.rank() + 1) // hk.size())
-    images, labels = images[share], labels[share]
-    right = 0
-    for start in range(0, len(labels), batch_size):
-        logits = model(images[start : start + batch_size], training=False)
-        right += int(tf.reduce_sum(tf.cast(tf.argmax(logits, 1) == labels[start : start + batch_size], tf.int64)))
-    right, seen = hk.grouped_allreduce([right, len(labels)], hk.Sum)
+def evaluate(model: keras.Model, data: Dataset | ImageFiles, *, batch_size: int = 256) -> float:
+    """Return the accuracy over all held-out examples; each rank evaluates up to ``batch_size`` at once."""
+    batches = hk.data.GlobalBatches(data.test, batch_size * hk.size(), shuffle=data.shuffle, epochs=1)
+    right = seen = 0
+    for images, labels in batches:
+        classes = tf.argmax(model(images, training=False), 1).numpy()
+        right += int(np.sum((classes == labels)[batches.mask]))
+        seen += batches.count
+    right, seen = hk.grouped_allreduce([right, seen], hk.Sum)
     return right / seen
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -22,6 +23,8 @@ class Clicks:
         rows: number of different ids of each feature.
         held_out: number of examples, at the end, that are not trained on.
         best: expected loss and AUC of the best possible model on the held-out examples; None if not known.
+        lists: features with any number of ids; see :class:`inputs.click_files.ClickFiles`.
+        shuffle: how ``hk.data.GlobalBatches`` shuffles the examples.
     """
 
     name: str
@@ -31,6 +34,18 @@ class Clicks:
     rows: tuple[int, ...]
     held_out: int
     best: tuple[float, float] | None = None
+    lists: tuple[str, ...] = ()
+    shuffle: Literal["full"] = "full"
+
+    @property
+    def examples(self) -> int:
+        """Number of examples."""
+        return len(self.labels)
+
+    @property
+    def example(self) -> dict[str, np.ndarray]:
+        """Inputs of one example."""
+        return {"dense": self.dense[:1], "ids": self.ids[:1]}
 
     def part(self, held_out: bool) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Return inputs and labels of one part."""

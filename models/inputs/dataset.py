@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from .distortion import Distortion
 
@@ -30,3 +30,25 @@ class Dataset:
     """Number of classes; None for a regression."""
     distortion: Distortion | None = None
     """How training images may be distorted without changing their class; None for tables."""
+    shuffle: Literal["full"] = "full"
+    """How ``hk.data.GlobalBatches`` shuffles the examples."""
+
+    @property
+    def train(self) -> Any:
+        """Inputs and labels to train on."""
+        return self.x_train, self.y_train
+
+    @property
+    def test(self) -> Any:
+        """Held-out inputs and labels."""
+        return self.x_test, self.y_test
+
+    @property
+    def examples(self) -> tuple[int, int]:
+        """Number of examples to train on, and of held-out ones."""
+        return len(self.y_train), len(self.y_test)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of an input."""
+        return self.x_train.shape[1:]

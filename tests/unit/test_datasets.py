@@ -7,11 +7,13 @@ from inputs import (
     Distortion,
     distorted_inputs,
     evaluation_inputs,
+    image_files,
     linear_data,
     load_cifar10,
     load_diabetes,
     load_digits,
     synthetic_images,
+    write_images,
 )
 from inputs.cifar10 import RECORD, TEST_FILES, TRAIN_FILES
 
@@ -108,6 +110,26 @@ def test_cifar10_reads_what_was_written(cifar):
         np.testing.assert_array_equal(data.y_train, np.concatenate([written[name][1] for name in TRAIN_FILES]))
         np.testing.assert_array_equal(data.x_test[np.arange(9)], written[TEST_FILES[0]][0])
         assert data.y_test.dtype == np.int32
+
+
+def test_cifar10_as_tfrecord_files(cifar, tmp_path):
+    data = load_cifar10(cifar[0])
+    write_images(data, tmp_path / "records", 4)
+    files = image_files(tmp_path / "records")
+    assert files.examples == data.examples == (30, 9) and files.shape == data.shape
+    for source, (images, labels) in ((files.train, data.train), (files.test, data.test)):
+        batch = next(GlobalBatches(source, len(labels), rank=0, size=1))
+        np.testing.assert_array_equal(batch[0], images[np.arange(len(labels))])
+        np.testing.assert_array_equal(batch[1], labels)
+        assert batch[1].dtype == np.int32
+    write_images(load_digits(), tmp_path / "wrong", 1)
+    example = tf.train.Example()
+    example.features.feature["image"].bytes_list.value.append(b"abc")
+    example.features.feature["label"].int64_list.value.append(3)
+    with tf.io.TFRecordWriter(str(tmp_path / "wrong" / "train-000.tfrecord")) as file:
+        file.write(example.SerializeToString())
+    with pytest.raises(ValueError, match="--data-dir: got an image of 3 bytes with the label 3, expected 3072 bytes"):
+        image_files(tmp_path / "wrong")
 
 
 def test_cifar10_goes_through_global_batches(cifar):
