@@ -37,7 +37,8 @@ from rich.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[1]
 MISSED = 3  # exit code if a goal is missed or a variant failed, as opposed to an error in the benchmark
-ELSEWHERE = ("--json", "--peer-python")  # options with paths on this machine, which do not change what is measured
+# Options with paths on this machine, which do not change what is measured.
+ELSEWHERE = ("--json", "--peer-python", "--data-dir")
 GIVE_UP = 2  # a variant that has failed this often is not run again
 PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}  # independent of the terminal's width
 
@@ -271,7 +272,7 @@ def publish(
     settings = {
         field.name: value if isinstance(value := getattr(config, field.name), (int, float, str)) else repr(value)
         for field in dataclasses.fields(config)
-        if field.name not in ("json", "only", "quick", "peer_python")
+        if field.name not in ("json", "only", "quick", "peer_python", "data_dir")
     }
     record = Record(
         name=name,
