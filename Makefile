@@ -8,9 +8,9 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; 
 MPI    ?= $(if $(filter x86_64,$(shell uname -m)),wheel,none)
 NP     ?= 4
 # Scripts in benchmarks/ and proofs/, half an hour in all; BENCH=failure (10 minutes, root, several hosts), comeback,
-# many_ranks and false_alarms only by name.
+# many_ranks, large_input (20 GB of disk) and false_alarms only by name.
 BENCH  ?= dense fit allreduce ring scaling embedding checkpoint startup loss_curves resume large_table \
-	control_plane
+	control_plane input
 
 BIN := $(abspath $(VENV))/bin
 # The environment's programs come first; root, and more ranks than cores, are fine on one's own machine.
