@@ -154,7 +154,7 @@ def inspect(path: str | Path) -> Inspection | Listing:
 
     Returns:
         An ``Inspection`` for a checkpoint, a ``Listing`` for a folder. Print it, use its attributes, or
-        ``as_dict()``.
+            ``as_dict()``.
 
     Raises:
         CheckpointError: no checkpoint is found.

@@ -129,7 +129,7 @@ def alltoall(
 
     Returns:
         The received rows, in rank order of their senders. If ``splits`` is given, a pair of the rows and an int32 array
-        with the number of rows from each rank (as in Horovod).
+            with the number of rows from each rank (as in Horovod).
 
     Raises:
         ValueError: ``splits`` does not fit ``x``; the other ranks get CollectiveMismatchError. If the splits are known

@@ -231,7 +231,7 @@ def reducescatter(
 
     Returns:
         Rows ``r*k`` to ``(r+1)*k`` of the reduced array on the r-th rank, with ``k = rows / size``; if there is a
-        remainder, the first ``rows % size`` ranks get one more row. The same kind and dtype as ``x``.
+            remainder, the first ``rows % size`` ranks get one more row. The same kind and dtype as ``x``.
 
     Raises:
         ValueError: ``op`` is not supported, or ``x`` is a scalar.

@@ -341,7 +341,7 @@ class GlobalBatches(Iterator[Any]):
 
         Returns:
             The names of the new files. An empty list if nothing changes: no file is new, or, with
-            ``growth="replace"``, the new files have too few rows for a batch.
+                ``growth="replace"``, the new files have too few rows for a batch.
 
         Raises:
             TypeError: The data are not files with ``growth=``.

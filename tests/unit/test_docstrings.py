@@ -142,9 +142,12 @@ class Checked:
 
     def result_problems(self) -> Iterator[str]:
         returns = str(self.target.returns)
-        described = self.sections().keys() & {Section.returns, Section.yields}
+        sections = self.sections()
+        described = [*sections.get(Section.returns, []), *sections.get(Section.yields, [])]
         if returns in {"None", "NoReturn"} and described:
             yield "Returns, but there is no result"
+        if len(described) > 1:
+            yield "indent the second line of Returns, which is read as a second result"
         if returns != "None" and not described and (self.parameters() or "eturn" not in self.target.docstring.value):
             yield f"no Returns, but the result is {returns}"
 
@@ -284,6 +287,7 @@ def f(x: int, y: int = 0) -> int:
         ("        x: a number.\n", "", "parameter x is not documented"),
         ("y: another", "z: another", "there is no parameter z"),
         ("    Returns:\n        Their sum.\n\n", "", "no Returns"),
+        ("Their sum.", "Their sum,\n        rounded.", "second line of Returns"),
         ("-> int", "-> None", "there is no result"),
         ("ValueError: ", "ValueMistake: ", "no such exception: ValueMistake"),
         ("    Raises:\n        ValueError: ``x`` is negative.\n\n", "", "raises ValueError, which is not documented"),
