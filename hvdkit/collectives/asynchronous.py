@@ -21,7 +21,7 @@ class Handle:
     """A collective in progress, started by ``hk.allreduce_async`` or another ``..._async`` function.
 
     Args:
-        future: the result to be; callers get handles from these functions only.
+        future: the pending result. Users get handles from these functions only.
 
     Examples:
         >>> import hvdkit as hk

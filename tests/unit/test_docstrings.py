@@ -96,9 +96,10 @@ def overrides(cls: griffe.Class, name: str) -> bool:
 
 @functools.cache
 def collected(module: str) -> Mapping[str, str]:
-    """Return the code of the examples in a module by the name that pytest gives them."""
+    """Return the code of a module's examples, and the errors that they show, by the name that pytest gives them."""
     tests = doctest.DocTestFinder().find(importlib.import_module(module), module)
-    return {test.name: "".join(example.source for example in test.examples) for test in tests if test.examples}
+    shown = {test.name: [each.source + (each.exc_msg or "") for each in test.examples] for test in tests}
+    return {name: "".join(lines) for name, lines in shown.items() if lines}
 
 
 @dataclass
