@@ -135,7 +135,7 @@ class Checked:
         attributes = {each.name for each in sections.get(Section.attributes, [])}
         names = self.parameters()
         yield from (f"parameter {name} is not documented" for name in sorted(names - arguments - attributes))
-        yield from (f"there is no parameter {name}" for name in sorted(arguments - names))
+        yield from (f"unknown parameter {name}" for name in sorted(arguments - names))
         if self.target.is_class:
             fields = {name for name, each in self.target.members.items() if "class-attribute" in each.labels}
             missing = {name for name in fields - arguments - attributes if not name.startswith("_")}
@@ -146,7 +146,7 @@ class Checked:
         sections = self.sections()
         described = [*sections.get(Section.returns, []), *sections.get(Section.yields, [])]
         if returns in {"None", "NoReturn"} and described:
-            yield "Returns, but there is no result"
+            yield "Returns without a result"
         if len(described) > 1:
             yield "indent the second line of Returns, which is read as a second result"
         if returns != "None" and not described and (self.parameters() or "eturn" not in self.target.docstring.value):
@@ -286,10 +286,10 @@ def f(x: int, y: int = 0) -> int:
         ("a number.", "a number. Raises TypeError otherwise.", None),  # only in the text
         ("numbers.", "numbers.\n\n    Raises TypeError for text.", "list under Raises"),
         ("        x: a number.\n", "", "parameter x is not documented"),
-        ("y: another", "z: another", "there is no parameter z"),
+        ("y: another", "z: another", "unknown parameter z"),
         ("    Returns:\n        Their sum.\n\n", "", "no Returns"),
         ("Their sum.", "Their sum,\n        rounded.", "second line of Returns"),
-        ("-> int", "-> None", "there is no result"),
+        ("-> int", "-> None", "without a result"),
         ("ValueError: ", "ValueMistake: ", "no such exception: ValueMistake"),
         ("    Raises:\n        ValueError: ``x`` is negative.\n\n", "", "raises ValueError, which is not documented"),
         ("Examples:", "Example:", "not a section"),
