@@ -177,6 +177,12 @@ def test_a_wheel_that_does_not_load_is_not_for_other_hosts(wheel: Path, tmp_path
     assert not list((tmp_path / "wheels").iterdir())
 
 
+def without_package_index() -> dict[str, str]:
+    """Return the environment without pip's settings, which may name other folders of wheels."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    return {**kept, "PIP_CONFIG_FILE": os.devnull}
+
+
 def test_pip_refuses_the_wheel_next_to_another_tensorflow(wheel: Path, tmp_path: Path) -> None:
     name = canonicalize_name(find_inputs(BuildHorovod(mpi=MPI)).tensorflow.distribution)
     python = environment_without(tmp_path / "venv", "tensorflow", "horovod")
@@ -184,8 +190,7 @@ def test_pip_refuses_the_wheel_next_to_another_tensorflow(wheel: Path, tmp_path:
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 2.15.1\n")
     command = [*pip_command(), "--python", str(python), "install", "--no-index", "--find-links", str(wheel.parent)]
-    env = {name: value for name, value in os.environ.items() if name != "PIP_FIND_LINKS"} | {"PIP_CONFIG_FILE": os.devnull}
-    outcome = subprocess.run([*command, "horovod"], capture_output=True, text=True, env=env)
+    outcome = subprocess.run([*command, "horovod"], capture_output=True, text=True, env=without_package_index())
     assert outcome.returncode == 1
     required = next(text for text in wheel_metadata(wheel).get_all("Requires-Dist", []) if text.startswith(f"{name}=="))
     assert f"No matching distribution found for {required}" in outcome.stderr
@@ -319,8 +324,7 @@ def test_a_folder_that_cannot_be_written(option: str, tmp_path: Path) -> None:
 def test_an_environment_without_pip_uses_the_one_python_carries(tmp_path: Path) -> None:
     python = environment_without(tmp_path / "venv", "tensorflow")
     program = (
-        "import subprocess; from hvdkit.commands.build_horovod.config import MpiKind
-from hvdkit.commands.build_horovod.pip import pip_command; "
+        "import subprocess; from hvdkit.commands.build_horovod.pip import pip_command; "
         "subprocess.run([*pip_command(), '--version'], check=True)"
     )
     outcome = subprocess.run([python, "-c", program], capture_output=True, text=True)
