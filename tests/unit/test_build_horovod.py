@@ -177,6 +177,24 @@ def test_a_wheel_that_does_not_load_is_not_for_other_hosts(wheel: Path, tmp_path
     assert not list((tmp_path / "wheels").iterdir())
 
 
+def test_a_horovod_for_another_tensorflow_is_reported_at_the_start(wheel: Path, tmp_path: Path) -> None:
+    python = environment_without(tmp_path / "venv", "horovod")
+    site = next(tmp_path.glob("venv/lib/python3*/site-packages"))
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    # What the loader finds if TensorFlow's symbols have changed: a library that it cannot load.
+    next(site.glob("horovod/tensorflow/mpi_lib*.so")).write_bytes(b"")
+    metadata = site / "horovod" / "metadata.json"
+    metadata.write_text(json.dumps({**json.loads(metadata.read_text()), "tensorflow": "2.15.1"}))
+    program = "import hvdkit as hk; hk.init()"
+    outcome = subprocess.run([python, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    assert outcome.returncode == 1
+    installed = find_inputs(BuildHorovod(mpi=MPI)).tensorflow.version
+    message = outcome.stderr.rstrip().splitlines()[-1]
+    assert "2.15.1" in message and installed in message, outcome.stderr
+    assert "run `hvdkit build-horovod`" in message
+
+
 def without_package_index() -> dict[str, str]:
     """Return the environment without pip's settings, which may name other folders of wheels."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
