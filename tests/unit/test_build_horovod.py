@@ -27,7 +27,7 @@ from packaging.version import Version
 from rich.console import Console
 
 from hvdkit.commands.build_horovod import BuildHorovod, build_horovod, build_mpi, cache, patches, sdist, toolchain
-from hvdkit.commands.build_horovod.build import BUILD_TOOLS, BuildInputs, find_inputs
+from hvdkit.commands.build_horovod.build import BUILD_TOOLS, CMAKE, BuildInputs, find_inputs
 from hvdkit.commands.build_horovod.build_progress import BuildProgress
 from hvdkit.commands.build_horovod.config import MpiKind
 from hvdkit.commands.build_horovod.pip import pip_command
@@ -391,6 +391,22 @@ def test_an_interrupt_ends_the_build_and_leaves_nothing(wheel: Path, tmp_path: P
     assert build.returncode == 130, rest
     assert not list(tmp_path.glob("hvdkit-build-*"))
     assert {path.name for path in tmp_path.glob("cache/*/*")} <= {"lock", "build.log"}
+
+
+def test_a_build_without_a_package_index_reaches_the_compiler(archive: Path, tmp_path: Path) -> None:
+    download = [*pip_command(), "download", "--quiet", "--dest", str(tmp_path / "wheels"), *BUILD_TOOLS, CMAKE]
+    subprocess.run(download, check=True)
+    env = {**without_package_index(), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "wheels")}
+    options = ["--sdist", str(archive), "--cache-dir", str(tmp_path / "cache"), "--mpi", MPI, "--no-install"]
+    command = [sys.executable, "-m", "hvdkit.commands.build_horovod", *options]
+    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as build:
+        assert build.stderr is not None
+        steps = []
+        for line in build.stderr:
+            steps.append(line)
+            if "compile for TensorFlow" in line:
+                build.send_signal(signal.SIGINT)
+    assert build.returncode == 130, "".join(steps)
 
 
 def test_interrupting_a_step_kills_what_it_started(tmp_path: Path) -> None:
