@@ -17,7 +17,7 @@ BIN := $(abspath $(VENV))/bin
 RUN := env PATH="$(BIN):$$PATH" OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 	OMPI_MCA_rmaps_base_oversubscribe=1
 
-.PHONY: help setup demo test lint docs-check bench compatibility lock clean
+.PHONY: help setup demo test lint docs-check bench dist dist-check compatibility lock clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -47,11 +47,16 @@ bench: setup ## measure hvdkit beside its peers and write the report; BENCH="den
 	done
 	@$(RUN) python benchmarks/report.py
 
+dist: $(VENV)/.packages ## build the source archive and the wheel of the last commit in dist/
+	$(BIN)/python tools/build_dist.py
+
+dist-check: setup ## install them with pip and uv as docs/install.md says, and run two ranks
+	$(RUN) python tools/check_dist.py
+
 compatibility: $(VENV)/.packages ## build and try Horovod on other versions, rewrite docs/compatibility.md
 	$(BIN)/python tools/compatibility.py
 
 lock: $(VENV)/.packages ## pin the newest versions of all dependencies
-	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip compile --upgrade --universal --python-version 3.10 --no-emit-index-url \
 		--no-emit-find-links --custom-compile-command "make lock" --extra cpu --extra files \
 		setup.cfg requirements/dev.in --output-file requirements/lock.txt

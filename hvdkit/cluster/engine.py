@@ -35,8 +35,9 @@ def load_horovod() -> ModuleType:
             name="horovod",
         ) from error
     except Exception as error:
+        cause = str(error).strip().partition("\n")[0]  # Horovod's next lines advise a pip install, which would fail
         raise ImportError(
-            f"Horovod is installed but cannot be loaded ({type(error).__name__}: {error}); it was probably built for "
+            f"Horovod is installed but cannot be loaded ({type(error).__name__}: {cause}); it was probably built for "
             "another TensorFlow: run `hvdkit build-horovod`, and `hvdkit doctor` to see what differs",
             name="horovod",
         ) from error

@@ -34,6 +34,9 @@ class BuildHorovod:
     install: bool = True
     """Install the wheel into this Python and check that it imports."""
 
+    wheel_dir: Path | None = None
+    """Write the wheel to this folder instead, for ``pip install --no-index --find-links`` on other hosts."""
+
     sdist: Path | None = None
     """Horovod's source archive, for machines without a package index; its checksum is verified."""
 
