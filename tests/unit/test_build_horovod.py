@@ -38,8 +38,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 MPI = "wheel" if shutil.which("mpicxx", path=sysconfig.get_path("scripts")) else "none"
 EVERY_TARGET = [
     patches.Target(tensorflow=(2, tensorflow), python=(3, python), gpu=gpu)
-    for tensorflow in range(16, 22)
-    for python in range(10, 14)
+    for tensorflow in range(16, 23)
+    for python in range(10, 15)
     for gpu in (False, True)
 ]
 
@@ -286,7 +286,7 @@ def test_a_tensorflow_too_old(tmp_path: Path) -> None:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tensorflow\nVersion: 2.15.1\n")
     (info / "top_level.txt").write_text("tensorflow\n")
     message = refusal(tmp_path, python=python)
-    assert "got tensorflow 2.15.1, expected TensorFlow 2.16 to 2.21" in message
+    assert "got tensorflow 2.15.1, expected TensorFlow 2.16 to 2.22" in message
 
 
 def test_no_mpi_wheel(tmp_path: Path) -> None:
