@@ -13,6 +13,7 @@ Exit codes: 0 success; 1 the command found a problem; 2 invalid usage, or an err
 
 from __future__ import annotations
 
+import difflib
 import os
 import pkgutil
 import sys
@@ -22,7 +23,7 @@ from typing import NamedTuple
 
 from hvdkit._version import __version__
 from hvdkit.commands.parsing import parse
-from hvdkit.errors import HvdkitError
+from hvdkit.errors import HvdkitError, see
 
 
 class Command(NamedTuple):
@@ -92,6 +93,12 @@ COMMANDS = {
         config="hvdkit.commands.plan.command:PlanConfig",
         runner="hvdkit.commands.plan.command:plan",
     ),
+    "docs": Command(
+        "Show a page of the documentation",
+        "hvdkit docs pitfalls",
+        config="hvdkit.commands.docs:Docs",
+        runner="hvdkit.commands.docs:docs",
+    ),
 }
 
 OPENING = "hvdkit: train TensorFlow and Keras 3 models across GPUs and hosts with Horovod."
@@ -110,6 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         0
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["help"] and len(arguments) > 1:
+        arguments = [*arguments[1:], "--help"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_help())
         return 0 if arguments else 2
@@ -118,7 +127,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, *rest = arguments
     if name not in COMMANDS:
-        return _fail("hvdkit", f"no command {name!r}; the commands are {', '.join(COMMANDS)}")
+        near = difflib.get_close_matches(name, COMMANDS, 1)
+        remedy = f"did you mean {near[0]!r}? `hvdkit help` lists all" if near else f"choose {', '.join(COMMANDS)}"
+        return _fail("hvdkit", f"no command {name!r}; {remedy}")
     return _run(name, rest)
 
 
@@ -140,7 +151,8 @@ def _run(name: str, arguments: list[str]) -> int:
     except (HvdkitError, ValueError, ImportError) as error:
         if os.environ.get("HVDKIT_DEBUG") == "1":
             raise
-        return _fail(f"hvdkit {name}", str(error))
+        page = error.page if isinstance(error, HvdkitError) else None
+        return _fail(f"hvdkit {name}", str(error) if page is None else f"{error}; {see(page)}")
 
 
 def _dispatch(name: str, arguments: list[str]) -> int:
@@ -149,7 +161,7 @@ def _dispatch(name: str, arguments: list[str]) -> int:
     program: list[list[str]] = []
     if command.takes_program:
         arguments, *program = _split_off_program(arguments, kind)
-    description = None if isinstance(kind, type) else f"{command.summary}."  # a union has no docstring
+    description = None if isinstance(kind, type) else f"{command.summary}.\n\nFor example:\n    {command.example}"
     config = parse(kind, prog=f"hvdkit {name}", description=description, args=arguments)
     result = pkgutil.resolve_name(command.runner)(config, *program)
     if result is not None and not isinstance(result, int):

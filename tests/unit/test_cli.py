@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pkgutil
+import re
 import signal
 import subprocess
 import sys
@@ -80,11 +81,41 @@ def test_help_imports_nothing_heavy():
     assert not loaded & {"tensorflow", "keras", "horovod", "mpi4py.MPI", "tyro", "rich"}
 
 
-def test_an_unknown_command_is_one_line_and_exit_code_2(capsys):
-    assert cli.main(["docter"]) == 2
+@pytest.mark.parametrize("typed", [["docter"], ["help", "docter"], ["docter", "--help"]])
+def test_an_unknown_command_is_one_line_and_exit_code_2(capsys, typed):
+    assert cli.main(typed) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert "'docter'" in error and "doctor" in error
+    assert error == "hvdkit: no command 'docter'; did you mean 'doctor'? `hvdkit help` lists all\n"
+
+
+def test_a_command_that_resembles_none(capsys):
+    assert cli.main(["train.py"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and all(name in error for name in cli.COMMANDS)
+
+
+def test_help_of_a_command_in_two_ways(capsys):
+    shown = []
+    for typed in (["plan", "--help"], ["help", "plan"]):
+        assert cli.main(typed) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] and shown[0].startswith("usage: hvdkit plan ")
+    assert cli.main(["help", "checkpoint", "export"]) == 0
+    assert capsys.readouterr().out.startswith("usage: hvdkit checkpoint export ")
+    for typed in (["help"], ["-h"], ["--help"]):
+        assert cli.main(typed) == 0
+        assert "usage: hvdkit COMMAND" in capsys.readouterr().out
+
+
+def test_python_m_hvdkit_is_the_same_command():
+    done = subprocess.run([*HVDKIT, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"hvdkit {__version__}\n"
+
+
+def test_a_word_of_an_option_that_is_wrong_gets_a_proposal(capsys):
+    assert cli.main(["run", "--max-restart", "3", "--", "python"]) == 2
+    error = capsys.readouterr().err
+    assert "--max-restart" in error and "Perhaps you meant" in error and "--max-restarts INT" in error
 
 
 def subcommand_of(annotated):
@@ -104,6 +135,9 @@ def test_each_command_has_a_documented_config_and_a_runner(name, capsys):
         assert all(field.kw_only for field in dataclasses.fields(part))
         assert cli.main([name, *words, "--help"]) == 0
         shown = capsys.readouterr().out
+        assert f"\nFor example:\n    {' '.join(['hvdkit', name, *words])}" in shown
+        assert re.search(r"\nSee `hvdkit docs [a-z]", shown)
+        assert "None}" not in shown and not re.search(" $", shown, re.MULTILINE)
         hints = get_type_hints(part, include_extras=True)
         for field in dataclasses.fields(part):
             positional = "Positional" in str(hints[field.name])
