@@ -37,6 +37,12 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "new": Command(
+        "Write a small project that trains at once",
+        "hvdkit new my_project --cluster slurm",
+        config="hvdkit.commands.new:New",
+        runner="hvdkit.commands.new:new",
+    ),
     "run": Command(
         "Start a program on many ranks: on this machine, on several hosts, under Slurm or on Kubernetes",
         "hvdkit run -np 4 -- python train.py",
@@ -98,6 +104,12 @@ COMMANDS = {
         "hvdkit docs pitfalls",
         config="hvdkit.commands.docs:Docs",
         runner="hvdkit.commands.docs:docs",
+    ),
+    "completion": Command(
+        "Print a script that completes commands, options and file names in bash or zsh",
+        'eval "$(hvdkit completion bash)"',
+        config="hvdkit.commands.completion:Completion",
+        runner="hvdkit.commands.completion:completion",
     ),
 }
 
