@@ -16,7 +16,9 @@ from __future__ import annotations
 import difflib
 import os
 import pkgutil
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import NamedTuple
@@ -202,9 +204,13 @@ def _split_off_program(arguments: list[str], kind: type) -> tuple[list[str], lis
 
 
 def _help() -> str:
-    width = max(len(name) for name in COMMANDS)
+    width = max(len(name) for name in COMMANDS) + 4
+    columns = max(width + 20, min(shutil.get_terminal_size().columns, 120))
     lines = [OPENING, "", "usage: hvdkit COMMAND [options]", "       hvdkit --version", "", "commands:"]
-    lines += [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    for name, command in COMMANDS.items():
+        lines += textwrap.wrap(
+            command.summary, columns, initial_indent=f"  {name:{width - 2}}", subsequent_indent=" " * width
+        )
     lines += ["", "examples:", *(f"  {command.example}" for command in COMMANDS.values()), "", CLOSING]
     return "\n".join(lines)
 

@@ -58,9 +58,18 @@ def test_help_names_every_command_and_an_example(capsys):
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out
     for name, command in cli.COMMANDS.items():
-        assert f"  {name} " in shown
-        assert command.summary in shown
+        assert f"\n  {name} " in shown
+        assert command.summary in " ".join(shown.split())
         assert command.example in shown
+
+
+@pytest.mark.parametrize("columns", ["30", "80", "200"])
+def test_the_list_of_commands_fits_the_terminal(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert cli.main(["help"]) == 0
+    listed = capsys.readouterr().out.partition("commands:\n")[2].partition("\n\n")[0].splitlines()
+    assert max(map(len, listed)) <= max(40, int(columns))
+    assert all(line.startswith("  ") for line in listed)
 
 
 def test_no_command_shows_the_help_and_fails(capsys):
