@@ -103,6 +103,14 @@ def test_a_command_that_resembles_none(capsys):
     assert error.count("\n") == 1 and all(name in error for name in cli.COMMANDS)
 
 
+def test_a_script_that_does_not_exist_is_one_line(capsys, monkeypatch, tmp_path):
+    """The ranks, which would all report it, are not started."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", "-np", "2", "--", sys.executable, "trian.py", "--epochs", "3"]) == 2
+    expected = f"hvdkit run: program: got trian.py (no such file in {tmp_path}), expected a script; check its path\n"
+    assert capsys.readouterr().err == expected
+
+
 def test_help_of_a_command_in_two_ways(capsys):
     shown = []
     for typed in (["plan", "--help"], ["help", "plan"]):

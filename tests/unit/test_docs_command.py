@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from pathlib import Path
 
 import pytest
-from helpers.jobs import call
 
 from hvdkit import errors
 from hvdkit.commands import cli
@@ -94,14 +92,3 @@ def test_a_page_that_does_not_exist(capsys, wrong, remedy):
 def test_an_error_of_a_command_ends_with_its_page(capsys):
     assert cli.main(["plan", "--tables", "items:1000000x64", "--ranks", "1", "--memory", "1MiB"]) == 2
     assert capsys.readouterr().err.endswith("; see `hvdkit docs embeddings#where-tables-go`\n")
-
-
-@pytest.mark.parametrize("kind", ["DataError", "NonFiniteError"])
-def test_an_uncaught_error_ends_with_its_page(kind):
-    """One rank without a launcher; tests/jobs/test_failures.py has several."""
-    code = f"import hvdkit as hk; hk.init(); from hvdkit import errors; raise errors.{kind}('the message')"
-    done = call([sys.executable, "-c", code])
-    assert done.returncode == getattr(errors, kind).exit_code
-    last, page = done.stderr.splitlines()[-2:]
-    assert last == f"hvdkit.errors.{kind}: the message"
-    assert page == f"see `hvdkit docs {getattr(errors, kind).page}`"
