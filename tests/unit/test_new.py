@@ -91,7 +91,7 @@ def test_the_next_steps_quote_the_folder(tmp_path, monkeypatch, capsys):
 
 
 def test_this_folder(tmp_path, monkeypatch, capsys):
-    """Files that are hidden, such as .git, may be there; nothing tells the user to change the folder."""
+    """Files that are hidden, such as .git, may be there; the next steps have no `cd`."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".git").mkdir()
     assert cli.main(["new", "."]) == 0

@@ -50,7 +50,7 @@ def docs(config: Docs) -> None:
     from rich.console import Console
     from rich.markdown import Markdown
 
-    Console().print(Markdown(text))
+    Console().print(Markdown(text, hyperlinks=False))
 
 
 def pages() -> dict[str, str]:

@@ -36,7 +36,7 @@ class New:
     path: Positional[Path]
     """Folder of the project; created if it does not exist."""
     form: Literal["fit", "loop"] = "fit"
-    """How train.py trains: with Keras's fit, or in a loop of its own."""
+    """How train.py trains: with Keras's fit, or in a training loop."""
     cluster: Literal["local", "ssh", "slurm", "kubernetes"] = "local"
     """Where it will run, in addition to this machine."""
 
