@@ -38,6 +38,8 @@ class Tune(JobOptions):
         hvdkit tune -np 4 --model resnet50 --save resnet50.json
         HVDKIT_TUNED=resnet50.json horovodrun -np 4 python train.py
         hvdkit plan --measured resnet50.json --ranks 8..4096
+
+    See `hvdkit docs tuning`.
     """
 
     save: Path

@@ -26,6 +26,8 @@ class PlanConfig:
         hvdkit plan --tables items:10000000x64 users:2000000x32 --ranks 8 --optimizer adagrad
         hvdkit tune -np 4 --model resnet50 --save resnet50.json
         hvdkit plan --measured resnet50.json --ranks 8..4096 --bandwidth 25Gbit
+
+    See `hvdkit docs embeddings#where-tables-go` and `hvdkit docs tuning`.
     """
 
     tables: tuple[str, ...] = ()
