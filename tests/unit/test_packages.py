@@ -36,11 +36,21 @@ def tracked() -> set[str]:
     return {name for name in names if name and (ROOT / name).exists()}
 
 
+def archived() -> set[str]:
+    """Return the tracked files, with those that links to folders lead to: archives have copies of them."""
+    names = tracked()
+    for link in [name for name in names if (ROOT / name).is_symlink()]:
+        target = os.path.relpath((ROOT / link).resolve(), ROOT)
+        copies = {link + name.removeprefix(target) for name in names if name.startswith(f"{target}/")}
+        names = names - {link} | copies
+    return names
+
+
 def copy_tree(folder: Path) -> Path:
     """Copy the tracked files to ``folder``, with new modification times."""
     for name in tracked():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, folder / name)
+        shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
     return folder
 
 
@@ -62,13 +72,14 @@ def metadata(dist: tuple[Path, Path]) -> Message:
 def test_the_source_archive_holds_every_file(dist: tuple[Path, Path]) -> None:
     with tarfile.open(dist[0]) as archive:
         members = [member.name.partition("/")[2] for member in archive if member.isfile()]
-    assert {name for name in members if name.split("/")[0] not in GENERATED} == tracked()
+    assert {name for name in members if name.split("/")[0] not in GENERATED} == archived()
 
 
 def test_the_wheel_holds_the_files_of_the_package_only(dist: tuple[Path, Path]) -> None:
     with zipfile.ZipFile(dist[1]) as archive:
         names = {name for name in archive.namelist() if not name.startswith(f"hvdkit-{__version__}.dist-info/")}
-    assert names == {name for name in tracked() if name.startswith("hvdkit/")}
+    for_the_site = tuple(".png .ipynb .css .js".split())
+    assert names == {name for name in archived() if name.startswith("hvdkit/") and not name.endswith(for_the_site)}
     assert {"hvdkit/py.typed", "hvdkit/__init__.pyi", "hvdkit/cluster/open-mpi-rules.conf"} <= names
 
 
@@ -86,7 +97,7 @@ def test_metadata(metadata: Message) -> None:
     assert not [value for value in metadata.get_all("Classifier", []) if value.startswith("License")]  # PEP 639
     supported = SpecifierSet(metadata["Requires-Python"])
     named = re.findall(r"Python :: (3\.\d+)$", "\n".join(metadata.get_all("Classifier", [])), re.MULTILINE)
-    assert named == ["3.10", "3.11", "3.12", "3.13"] and all(version in supported for version in named)
+    assert named == ["3.10", "3.11", "3.12", "3.13", "3.14"] and all(version in supported for version in named)
     body = metadata.get_payload()
     assert isinstance(body, str) and "source archive" in body.split("\n# hvdkit")[0]
 
