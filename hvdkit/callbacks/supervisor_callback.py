@@ -41,7 +41,8 @@ class SupervisorCallback(keras.callbacks.Callback):
         supervisor: the session of the current or last ``fit``; None before the first.
 
     Raises:
-        The errors of the Supervisor; SystemExit with code 75 at the end of ``fit`` after SIGTERM or SIGINT.
+        HvdkitError: as for :class:`hvdkit.Supervisor`.
+        SystemExit: with code 75 at the end of ``fit`` after SIGTERM or SIGINT.
 
     Example::
 

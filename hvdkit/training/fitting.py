@@ -52,10 +52,11 @@ def fit(
 
     Args:
         model: a compiled Keras model.
-        x, y, epochs, validation_split, validation_data, shuffle, class_weight, sample_weight, initial_epoch,
-            steps_per_epoch, validation_steps, validation_freq: as for ``model.fit``. ``x`` is an array, or arrays in
-            lists, tuples and dicts, a ``tf.data.Dataset`` of global batches, or a ``hk.data.GlobalBatches``, whose
-            epochs are those of ``fit``.
+        x, y, sample_weight, class_weight, shuffle: as for ``model.fit``. ``x`` is an array, or arrays in lists, tuples
+            and dicts, a ``tf.data.Dataset`` of global batches, or a ``hk.data.GlobalBatches``, whose epochs are those
+            of ``fit``.
+        epochs, initial_epoch, steps_per_epoch: as for ``model.fit``.
+        validation_data, validation_split, validation_steps, validation_freq: as for ``model.fit``.
         batch_size: rows per global batch, over all ranks; at least the number of ranks. Default 32, as in Keras.
         validation_batch_size: rows per global batch of the validation data. Default ``batch_size``.
         verbose: as for ``model.fit``; only the chief prints. "auto" is a progress bar in terminals and notebooks,
