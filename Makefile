@@ -69,9 +69,11 @@ clean: ## remove the environment and all caches in this folder
 
 # --- the environment, a stamp for each part ---------------------------------------------------
 
+CHECK_PYTHON = $(if $(PYTHON),,$(error No Python 3.10 to 3.13 with the venv module found. Install one \
+	(on Debian: python3-venv), or name it: make PYTHON=/path/to/python3))
+
 $(VENV)/.made:
-	$(if $(PYTHON),,$(error No Python 3.10 to 3.13 with the venv module found. Install one \
-		(on Debian: python3-venv), or name it: make PYTHON=/path/to/python3))
+	$(CHECK_PYTHON)
 	$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
 
@@ -80,8 +82,9 @@ $(VENV)/.packages: $(VENV)/.made requirements/lock.txt setup.cfg pyproject.toml
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --editable .
 	@touch $@
 
-# The site needs no TensorFlow: an environment beside the other one, which takes half a minute.
+# The site needs no TensorFlow, and gets a separate environment, which takes half a minute.
 .cache/docs/.made: requirements/docs.txt
+	$(CHECK_PYTHON)
 	$(PYTHON) -m venv --clear .cache/docs
 	.cache/docs/bin/python -m pip install --disable-pip-version-check --quiet --requirement requirements/docs.txt
 	@touch $@

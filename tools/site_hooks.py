@@ -1,4 +1,4 @@
-"""Hooks of the site's build (mkdocs.yml): pages that are generated, entries of the navigation that are patterns."""
+"""Hooks of the site's build (mkdocs.yml): generated contents, and patterns in the navigation."""
 
 from __future__ import annotations
 
@@ -24,6 +24,10 @@ from hvdkit.commands.cli import COMMANDS, main  # noqa: E402
 FENCE = re.compile(r"^(```\w+)(?: file=(\S+)| [^\n]*)?$", re.MULTILINE)
 # A link to one of the project's sources, which the site does not contain; its text remains.
 SOURCE = re.compile(r"\[([^\]]*)\]\(\.\./[^)]+\)")
+# Text that is left alone (code, headings, links), or a public name: `hk.fit`, `hk.fit(model, ...)`.
+NAME = re.compile(
+    r"^```.*?^```|^#.*?$|\[[^\]]*\]\([^)]*\)|`hk\.(?P<name>[\w.]+)(?:\([^`\n]*\))?`", re.MULTILINE | re.DOTALL
+)
 # In the first line of a help text: the names of nested commands.
 NESTED = re.compile(r"\{([\w,-]+)\}")
 
@@ -49,39 +53,47 @@ def expanded(entries: list[Any], docs: Path) -> list[Any]:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are generated."""
-    for name, text in {
-        "commands.md": commands_page(),
-        "changelog.md": from_root("CHANGELOG.md"),
-        "contributing.md": from_root("CONTRIBUTING.md"),
-    }.items():
-        files.append(File.generated(config, name, content=text))
+    """Add the documents of the root folder, with links that are relative to docs/."""
+    for name in ("CHANGELOG.md", "CONTRIBUTING.md"):
+        text = (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
+        files.append(File.generated(config, name.lower(), content=text))
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) -> str:
     """Adapt a page's Markdown, which follows the conventions of tools/check_docs.py and of GitHub."""
     markdown = FENCE.sub(lambda fence: fence[1] + (f' title="{fence[2]}"' if fence[2] else ""), markdown)
+    if page.file.src_uri == "commands.md":
+        markdown = markdown.replace("<!-- commands -->", help_texts())
     if "/" not in page.file.src_uri:
         markdown = SOURCE.sub(r"\1", markdown)
-    return markdown
+    return linked(markdown, Path(config.docs_dir))
 
 
-def from_root(name: str) -> str:
-    """Return a document of the root folder, with links relative to docs/."""
-    return (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
+def linked(markdown: str, docs: Path) -> str:
+    """Link the first mention of each public name to its entry in the reference."""
+    entries = {entry for page in docs.glob("api/*.md") for entry in re.findall(r"^::: (\S+)", page.read_text(), re.M)}
+
+    def link(match: re.Match[str]) -> str:
+        entry = f"hvdkit.{match['name']}"
+        if entry not in entries:
+            return match[0]
+        entries.remove(entry)
+        return f"[{match[0]}][{entry}]"
+
+    return NAME.sub(link, markdown)
 
 
-def commands_page() -> str:
-    """Return a page with the help texts of all commands."""
-    parts = ["# Command line", "The texts of `hvdkit --help` and `hvdkit COMMAND --help`.", block(printed("--help"))]
+def help_texts() -> str:
+    """Return the help texts of all commands, under headings."""
+    parts = [block(printed("--help"))]
     for name, command in COMMANDS.items():
         text = printed(name, "--help")
         parts += [f"## hvdkit {name}", f"{command.summary}.", block(text)]
         nested = NESTED.search(text.partition("\n\n")[0])
         for sub in nested[1].split(",") if nested else ():
             parts += [f"### hvdkit {name} {sub}", block(printed(name, sub, "--help"))]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(parts)
 
 
 def printed(*arguments: str) -> str:
