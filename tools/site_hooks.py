@@ -28,8 +28,8 @@ SOURCE = re.compile(r"\[([^\]]*)\]\(\.\./[^)]+\)")
 NAME = re.compile(
     r"^```.*?^```|^#.*?$|\[[^\]]*\]\([^)]*\)|`hk\.(?P<name>[\w.]+)(?:\([^`\n]*\))?`", re.MULTILINE | re.DOTALL
 )
-# In the first line of a help text: the names of nested commands.
-NESTED = re.compile(r"\{([\w,-]+)\}")
+# The first line of a help text, with the names of nested commands.
+NESTED = re.compile(r"^usage: hvdkit \S+ \[-h\] \{([\w,-]+)\}")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -90,7 +90,7 @@ def help_texts() -> str:
     for name, command in COMMANDS.items():
         text = printed(name, "--help")
         parts += [f"## hvdkit {name}", f"{command.summary}.", block(text)]
-        nested = NESTED.search(text.partition("\n\n")[0])
+        nested = NESTED.match(text)
         for sub in nested[1].split(",") if nested else ():
             parts += [f"### hvdkit {name} {sub}", block(printed(name, sub, "--help"))]
     return "\n\n".join(parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import fnmatch
 import re
+import runpy
 from pathlib import Path
 
 import yaml
@@ -67,3 +68,13 @@ def test_messages_name_pages_that_exist():
     found = [(file, name) for file in SOURCES for name in re.findall(r"\bdocs/[\w./-]+\.md\b", file.read_text())]
     assert found
     assert [f"{file.relative_to(ROOT)}: {name}" for file, name in found if not (ROOT / name).exists()] == []
+
+
+def test_a_page_that_loads_from_another_server_is_found(tmp_path):
+    page = tmp_path / "page.html"
+    page.write_text(
+        '<link rel="canonical" href="https://a.org"><link rel="stylesheet" href="//b.org/c.css"><script src="d.js">'
+        '</script><a href="https://e.org">e</a><img alt="" src="https://f.org/g.png">'
+    )
+    check = runpy.run_path(str(ROOT / "tools" / "check_site.py"))
+    assert check["requests"](page) == ["//b.org/c.css", "https://f.org/g.png"]
