@@ -20,7 +20,7 @@ BIN := $(abspath $(VENV))/bin
 RUN := env PATH="$(BIN):$$PATH" OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 	OMPI_MCA_rmaps_base_oversubscribe=1
 
-.PHONY: help setup demo test lint docs-check bench dist dist-check compatibility lock clean
+.PHONY: help setup demo test lint docs docs-check bench dist dist-check compatibility lock clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -43,6 +43,10 @@ docs-check: setup ## run the examples in the docstrings and documents, check the
 	$(RUN) python -m pytest -q --doctest-modules hvdkit
 	$(BIN)/python tools/check_links.py
 	$(BIN)/python tools/check_docs.py
+
+docs: .cache/docs/.made ## build the documentation site: site/index.html
+	NO_MKDOCS_2_WARNING=1 .cache/docs/bin/mkdocs build
+	.cache/docs/bin/python tools/check_site.py
 
 # A goal that is missed (exit code 3) does not stop the others; an error, or Ctrl-C, does.
 bench: setup ## measure hvdkit beside its peers and write the report; BENCH="dense fit" picks
@@ -67,16 +71,21 @@ lock: $(VENV)/.packages ## pin the newest versions of all dependencies
 	$(BIN)/uv pip compile --upgrade --universal --python-version 3.14 --no-emit-index-url \
 		--no-emit-find-links --custom-compile-command "make lock" --extra cpu --extra files \
 		setup.cfg requirements/dev.in requirements/python-3.14.in --output-file requirements/lock-3.14.txt
+	$(BIN)/uv pip compile --upgrade --universal --python-version 3.10 --no-emit-index-url \
+		--no-emit-find-links --custom-compile-command "make lock" \
+		setup.cfg requirements/docs.in --output-file requirements/docs.txt
 
 clean: ## remove the environment and all caches in this folder
-	rm -rf $(VENV) .cache/peers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .cache/docs .cache/peers site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- the environment, a stamp for each part ---------------------------------------------------
 
+CHECK_PYTHON = $(if $(PYTHON),,$(error No Python 3.10 to 3.14 with the venv module found. Install one \
+	(on Debian: python3-venv), or name it: make PYTHON=/path/to/python3))
+
 $(VENV)/.made:
-	$(if $(PYTHON),,$(error No Python 3.10 to 3.14 with the venv module found. Install one \
-		(on Debian: python3-venv), or name it: make PYTHON=/path/to/python3))
+	$(CHECK_PYTHON)
 	$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
 
@@ -86,6 +95,13 @@ LOCK = requirements/lock$(if $(shell ls -d $(VENV)/lib/python3.14 2>/dev/null),-
 $(VENV)/.packages: $(VENV)/.made $(wildcard requirements/lock*.txt) setup.cfg pyproject.toml
 	$(BIN)/python -m pip install --disable-pip-version-check --requirement $(LOCK)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --editable .
+	@touch $@
+
+# The site needs no TensorFlow, and gets a separate environment, which takes half a minute.
+.cache/docs/.made: requirements/docs.txt
+	$(CHECK_PYTHON)
+	$(PYTHON) -m venv --clear .cache/docs
+	.cache/docs/bin/python -m pip install --disable-pip-version-check --quiet --requirement requirements/docs.txt
 	@touch $@
 
 $(VENV)/.horovod: $(VENV)/.packages $(wildcard hvdkit/commands/build_horovod/*.py)
