@@ -75,28 +75,37 @@ def program() -> str:
 
 
 def link_programs(folder: Path, compiler: bool) -> None:
-    """Fill ``folder`` with links to the programs of a host: those on PATH, this Python, uv, and maybe no compilers."""
+    """Fill ``folder`` with links to the programs of a host: this Python, uv, and those on PATH.
+
+    Programs in environments and, unless ``compiler`` is true, compilers are left out.
+    """
     folder.mkdir()
     (folder / "python3").symlink_to(BASE_PYTHON)
     (folder / "uv").symlink_to(Path(sys.executable).with_name("uv"))
     for directory in map(Path, os.environ["PATH"].split(os.pathsep)):
-        if directory == Path(sys.executable).parent or not directory.is_dir():
+        if not directory.is_dir() or (directory.parent / "pyvenv.cfg").exists():
             continue
         for tool in directory.iterdir():
             if (compiler or not tool.name.startswith(COMPILERS)) and not (folder / tool.name).is_symlink():
                 (folder / tool.name).symlink_to(tool)
 
 
-def host_environment(case: Case, folder: Path, wheels: Path) -> dict[str, str]:
-    """Return the variables of a host on which ``folder/env`` is active, without what ``case`` lacks."""
-    dropped = ("PYTHONPATH", "VIRTUAL_ENV", *(() if case.index else ("PIP_FIND_LINKS",)))
+def host_environment(case: Case, programs: Path, wheels: Path) -> dict[str, str]:
+    """Return the variables of a host that has ``programs``, without what ``case`` lacks."""
+    dropped = [
+        "PYTHONPATH",
+        "VIRTUAL_ENV",
+        "UV_PYTHON",
+        "UV_SYSTEM_PYTHON",
+        *(() if case.index else ("PIP_FIND_LINKS",)),
+    ]
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
     offline = {} if case.index else {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1"}
     return {
         **kept,
         **offline,
-        "PATH": f"{folder / 'env' / 'bin'}{os.pathsep}{folder.parent / 'programs'}",
-        "UV_PYTHON": BASE_PYTHON,
+        "PATH": str(programs),
+        "PIP_REQUIRE_VIRTUALENV": "1",
         "WHEELS": str(wheels),
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -110,11 +119,12 @@ def check(case: Case, dist: Path, wheels: Path, log: Path) -> Iterator[tuple[str
     with tempfile.TemporaryDirectory(prefix="hvdkit-dist-") as name:
         folder = Path(name, "empty")
         folder.mkdir()
-        link_programs(Path(name, "programs"), case.compiler)
+        programs = Path(name, "programs")
+        link_programs(programs, case.compiler)
         (folder / "two_ranks.py").write_text(program(), encoding="utf-8")
         if case.index:  # otherwise it comes from the folder of wheels
             shutil.copy(dist / archive, folder)
-        env = host_environment(case, folder, wheels)
+        env = host_environment(case, programs, wheels)
         for command in commands(case.section):
             command = command.replace(next(dist.glob(WHEEL)).name, archive)
             started = time.monotonic()
@@ -125,15 +135,18 @@ def check(case: Case, dist: Path, wheels: Path, log: Path) -> Iterator[tuple[str
 
 
 def run(command: str, folder: Path, env: dict[str, str], log: Path) -> bool:
-    """Run one command, append its output to ``log``, and return whether it succeeded."""
+    """Run one command, append its output to ``log``, and return whether it succeeded.
+
+    Each command runs in a new shell, in which ``folder/env`` is activated again once it exists.
+    """
+    activate = "[ ! -e env/bin/activate ] || . env/bin/activate"
     with log.open("a", encoding="utf-8") as file:
         file.write(f"$ {command}\n")
         file.flush()
-        words = ["bash", "-c", command]
-        done = subprocess.run(
-            words, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file, timeout=SECONDS
-        )
-    return done.returncode == 0
+        words = ["bash", "-c", f"{activate}\n{command}"]
+        done = subprocess.run(words, cwd=folder, env=env, stdout=file, stderr=file, timeout=SECONDS)
+    # Before it is installed, hvdkit must not be found: no other environment is on PATH.
+    return done.returncode == 0 and (not command.startswith("hvdkit") or (folder / "env" / "bin" / "hvdkit").exists())
 
 
 def build_twice(dist: Path) -> bool:
