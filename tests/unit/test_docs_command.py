@@ -64,6 +64,10 @@ def test_the_list_and_a_page(capsys):
     assert re.search(r"^pitfalls +Pitfalls: from one process to several ranks$", shown, re.MULTILINE)
     assert cli.main(["docs", "pitfalls"]) == 0
     assert capsys.readouterr().out == (PAGES / "pitfalls.md").read_text().rstrip() + "\n"
+    assert cli.main(["docs", "first-steps"]) == 0
+    shown = capsys.readouterr().out
+    lines = (PAGES / "first-steps.md").read_text().splitlines()
+    assert shown.splitlines() == [line for line in lines if not line.startswith("<!-- run by: ")]
 
 
 def test_a_section_ends_at_the_next_one_of_its_level(capsys):

@@ -15,6 +15,7 @@ from hvdkit.errors import describe
 from hvdkit.machine.terminal import aligned, on_terminal
 
 PAGES = Path(__file__).parent / "pages"
+_COMMENT = re.compile(r"^<!--.*?-->\n", re.MULTILINE | re.DOTALL)  # for the checks of the documents
 # Headings outside of code blocks; a heading ends at the end of its line.
 _FENCE_OR_HEADING = re.compile(r"^```.*?^```|^(?P<marks>#+) +(?P<title>.+?) *$", re.MULTILINE | re.DOTALL)
 
@@ -55,8 +56,8 @@ def docs(config: Docs) -> None:
 
 def pages() -> dict[str, str]:
     """Return the text of each page by its name, such as ``launching``."""
-    paths = sorted(PAGES.glob("**/*.md"))
-    return {path.relative_to(PAGES).with_suffix("").as_posix(): path.read_text(encoding="utf-8") for path in paths}
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted(PAGES.glob("**/*.md"))}
+    return {path.relative_to(PAGES).with_suffix("").as_posix(): _COMMENT.sub("", text) for path, text in texts.items()}
 
 
 def find(reference: str) -> str:

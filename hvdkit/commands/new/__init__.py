@@ -14,9 +14,9 @@ from tyro.conf import Positional
 from hvdkit.errors import describe
 
 _HERE = Path(__file__).parent
-# What each cluster adds: the files to copy, and the command that starts a job.
+# What each cluster adds: the files to copy, and where a job runs.
 _LAUNCH_FILES = {"local": (), "ssh": ("hosts.sh",), "slurm": ("slurm.sbatch",), "kubernetes": ("kubernetes.yaml",)}
-_SUBMIT = {"ssh": "train on the hosts in the file `hosts`", "slurm": "sbatch", "kubernetes": "kubectl create"}
+_PLACES = {"ssh": "on the hosts in the file `hosts`", "slurm": "under Slurm", "kubernetes": "on Kubernetes"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ def _steps(config: New) -> list[str]:
         ("hvdkit checkpoint inspect runs/digits", ""),
     ]
     if config.cluster != "local":
-        steps.append(("make submit", f"the same job on the cluster: {_SUBMIT[config.cluster]}; see README.md"))
+        steps.append(("make submit", f"the same {_PLACES[config.cluster]}; see README.md"))
     width = max(len(command) for command, _ in steps)
     lines = [f"{command:{width}}  # {note}" if note else command for command, note in steps]
     return lines if config.path.resolve() == Path.cwd() else [f"cd {shlex.quote(str(config.path))}", *lines]

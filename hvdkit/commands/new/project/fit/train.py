@@ -35,11 +35,12 @@ def main() -> None:
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
-    hk.fit(  # every rank passes all examples, and trains on its part of every batch
+    # Every rank passes all examples, and gets its part of every batch. With arrays,
+    # hk.fit(model, x, y), a run that continues would repeat the batches of its epoch.
+    batches = hk.data.GlobalBatches((x, y), options.batch_size, shuffle_seed=0)
+    hk.fit(
         model,
-        x,
-        y,
-        batch_size=options.batch_size,  # over all ranks
+        batches,
         epochs=options.epochs,
         validation_data=(x_test, y_test),
         logdir=options.logdir,  # checkpoints, and summaries for TensorBoard
