@@ -17,7 +17,7 @@ BIN := $(abspath $(VENV))/bin
 RUN := env PATH="$(BIN):$$PATH" OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 	OMPI_MCA_rmaps_base_oversubscribe=1
 
-.PHONY: help setup demo test lint docs-check bench compatibility lock clean
+.PHONY: help setup demo test lint docs-check tutorials tutorials-check bench compatibility lock clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -40,6 +40,12 @@ docs-check: setup ## run the examples in the docstrings and documents, check the
 	$(BIN)/python tools/check_links.py
 	$(BIN)/python tools/check_docs.py
 
+tutorials: setup .cache/tutorials/.made ## execute the tutorials' notebooks, and write their outputs to docs/tutorials
+	@$(RUN) .cache/tutorials/bin/python tools/tutorials.py
+
+tutorials-check: setup .cache/tutorials/.made ## execute the tutorials' notebooks, and write nothing
+	@$(RUN) .cache/tutorials/bin/python tools/tutorials.py --check
+
 # A goal that is missed (exit code 3) does not stop the others; an error, or Ctrl-C, does.
 bench: setup ## measure hvdkit beside its peers and write the report; BENCH="dense fit" picks
 	@for script in $(foreach name,$(BENCH),$(or $(wildcard proofs/$(name).py),benchmarks/$(name).py)); do \
@@ -55,9 +61,12 @@ lock: $(VENV)/.packages ## pin the newest versions of all dependencies
 	$(BIN)/uv pip compile --upgrade --universal --python-version 3.10 --no-emit-index-url \
 		--no-emit-find-links --custom-compile-command "make lock" --extra cpu --extra files \
 		setup.cfg requirements/dev.in --output-file requirements/lock.txt
+	$(BIN)/uv pip compile --upgrade --universal --python-version 3.10 --no-emit-index-url \
+		--no-emit-find-links --custom-compile-command "make lock" \
+		requirements/tutorials.in --output-file requirements/tutorials.txt
 
 clean: ## remove the environment and all caches in this folder
-	rm -rf $(VENV) .cache/peers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .cache/peers .cache/tutorials build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- the environment, a stamp for each part ---------------------------------------------------
@@ -75,4 +84,11 @@ $(VENV)/.packages: $(VENV)/.made requirements/lock.txt setup.cfg pyproject.toml
 
 $(VENV)/.horovod: $(VENV)/.packages $(wildcard hvdkit/commands/build_horovod/*.py)
 	$(BIN)/hvdkit build-horovod --mpi $(MPI)
+	@touch $@
+
+# Jupyter's kernel and matplotlib, apart from $(VENV): there, Keras would import matplotlib in every process.
+.cache/tutorials/.made: $(VENV)/.made requirements/tutorials.txt
+	$(BIN)/python -m venv --clear .cache/tutorials
+	.cache/tutorials/bin/python -m pip install --disable-pip-version-check --quiet --no-deps \
+		--requirement requirements/tutorials.txt
 	@touch $@
