@@ -20,7 +20,8 @@ BIN := $(abspath $(VENV))/bin
 RUN := env PATH="$(BIN):$$PATH" OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 	OMPI_MCA_rmaps_base_oversubscribe=1
 
-.PHONY: help setup demo test lint docs docs-check bench dist dist-check compatibility lock clean
+.PHONY: help setup demo test lint docs docs-check tutorials tutorials-check bench dist dist-check compatibility lock \
+	clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -48,6 +49,12 @@ docs: .cache/docs/.made ## build the documentation site: site/index.html
 	NO_MKDOCS_2_WARNING=1 .cache/docs/bin/mkdocs build
 	.cache/docs/bin/python tools/check_site.py
 
+tutorials: setup .cache/tutorials/.made ## execute the tutorials' notebooks, and write their outputs to docs/tutorials
+	@$(RUN) .cache/tutorials/bin/python tools/tutorials.py
+
+tutorials-check: setup .cache/tutorials/.made ## execute the tutorials' notebooks, and write nothing
+	@$(RUN) .cache/tutorials/bin/python tools/tutorials.py --check
+
 # A goal that is missed (exit code 3) does not stop the others; an error, or Ctrl-C, does.
 bench: setup ## measure hvdkit beside its peers and write the report; BENCH="dense fit" picks
 	@for script in $(foreach name,$(BENCH),$(or $(wildcard proofs/$(name).py),benchmarks/$(name).py)); do \
@@ -74,9 +81,13 @@ lock: $(VENV)/.packages ## pin the newest versions of all dependencies
 	$(BIN)/uv pip compile --upgrade --universal --python-version 3.10 --no-emit-index-url \
 		--no-emit-find-links --custom-compile-command "make lock" \
 		setup.cfg requirements/docs.in --output-file requirements/docs.txt
+	$(BIN)/uv pip compile --upgrade --universal --python-version 3.10 --no-emit-index-url \
+		--no-emit-find-links --custom-compile-command "make lock" \
+		requirements/tutorials.in --output-file requirements/tutorials.txt
 
-clean: ## remove the environment and all caches in this folder
-	rm -rf $(VENV) .cache/docs .cache/peers site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+clean: ## remove the environments and all caches in this folder
+	rm -rf $(VENV) .cache/docs .cache/peers .cache/tutorials site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache \
+		.hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- the environment, a stamp for each part ---------------------------------------------------
@@ -106,4 +117,11 @@ $(VENV)/.packages: $(VENV)/.made $(wildcard requirements/lock*.txt) setup.cfg py
 
 $(VENV)/.horovod: $(VENV)/.packages $(wildcard hvdkit/commands/build_horovod/*.py)
 	$(BIN)/hvdkit build-horovod --mpi $(MPI)
+	@touch $@
+
+# Jupyter's kernel and matplotlib, apart from $(VENV): there, Keras would import matplotlib in every process.
+.cache/tutorials/.made: $(VENV)/.made requirements/tutorials.txt
+	$(BIN)/python -m venv --clear .cache/tutorials
+	.cache/tutorials/bin/python -m pip install --disable-pip-version-check --quiet --no-deps \
+		--requirement requirements/tutorials.txt
 	@touch $@

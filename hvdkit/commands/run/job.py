@@ -19,6 +19,7 @@ from hvdkit.commands.run.hosts import Host, parse_hosts, place_ranks, read_hostf
 from hvdkit.commands.run.preflight import THIS_HOST, Answer, Network, Remote, check, network, srun_command, ssh_command
 from hvdkit.errors import describe
 from hvdkit.machine.environment import outside_a_job
+from hvdkit.machine.terminal import is_terminal
 from hvdkit.watchdog.settings import HEARTBEAT, seconds
 
 
@@ -97,7 +98,7 @@ class Job:
         added["PYTHONUNBUFFERED"] = self.environment.get("PYTHONUNBUFFERED", "1")
         added["GLIBC_TUNABLES"] = with_huge_pages(self.environment.get("GLIBC_TUNABLES", ""))
         terminal = None
-        if rank == 0 and sys.stdout.isatty():
+        if rank == 0 and is_terminal(sys.stdout):
             size = shutil.get_terminal_size()
             terminal = {"lines": size.lines, "columns": max(20, size.columns - len("[rank 0] "))}
         arguments = [os.fsencode(argument).decode("latin-1") for argument in command]  # bytes, in JSON
