@@ -136,6 +136,9 @@ def _verify(config: Verify) -> int:
 
 def _export(config: Export) -> int:
     if config.model is not None:
+        from hvdkit.cluster.tensorflow_loading import load_tensorflow
+
+        load_tensorflow()  # without its startup messages
         from hvdkit.checkpoint.saved_model import export_saved_model
 
         export_saved_model(config.path, _function(config.model), config.to, key=config.key, overwrite=config.overwrite)

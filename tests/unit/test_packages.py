@@ -78,7 +78,7 @@ def test_the_source_archive_holds_every_file(dist: tuple[Path, Path]) -> None:
 def test_the_wheel_holds_the_files_of_the_package_only(dist: tuple[Path, Path]) -> None:
     with zipfile.ZipFile(dist[1]) as archive:
         names = {name for name in archive.namelist() if not name.startswith(f"hvdkit-{__version__}.dist-info/")}
-    for_the_site = tuple([".png", ".ipynb", ".css", ".js"])
+    for_the_site = (".png", ".ipynb", ".css", ".js")
     assert names == {name for name in archived() if name.startswith("hvdkit/") and not name.endswith(for_the_site)}
     assert {"hvdkit/py.typed", "hvdkit/__init__.pyi", "hvdkit/cluster/open-mpi-rules.conf"} <= names
 
