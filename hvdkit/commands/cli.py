@@ -91,7 +91,7 @@ COMMANDS = {
     ),
     "tune": Command(
         "Measure settings for a model on this cluster, and save the best",
-        "hvdkit tune -np 4 --model resnet50 --save resnet50.json",
+        "hvdkit tune -np 2 --model cifar10 --save cifar10.json",
         config="hvdkit.commands.bench.tune:Tune",
         runner="hvdkit.commands.bench.tune:tune",
     ),

@@ -92,7 +92,7 @@ def folder(tmp_path_factory):
     flight = re.search(r"^flight recorder: (\S+) .*; see `hvdkit docs failures`$", done.stderr, re.MULTILINE)
     assert done.returncode != 0 and flight, done.stderr
     shutil.move(flight[1], folder / "flight.json")
-    done = shell(scaled("hvdkit tune -np 4 --model resnet50 --save resnet50.json", folder), folder)
+    done = shell(scaled("hvdkit tune -np 2 --model cifar10 --save cifar10.json", folder), folder)
     assert done.returncode == 0, done.stdout
     return folder
 
