@@ -45,11 +45,10 @@ class ClusterError(HvdkitError):
     Examples:
         >>> import hvdkit as hk
         >>> cluster = hk.init()
-        >>> try:
-        ...     hk.init(mesh={"model": hk.size()})
-        ... except hk.ClusterError as error:
-        ...     print(error)
-        mesh: got {'model': ...}, expected {'data': ...}, as in the first hk.init(); call hk.shutdown() first
+        >>> hk.init(mesh={"model": hk.size()})
+        Traceback (most recent call last):
+            ...
+        hvdkit.errors.ClusterError: mesh: got {'model': ...}, expected {'data': ...}, as in the first hk.init(); ...
     """
 
     page = "launching"
@@ -65,9 +64,12 @@ class CollectiveMismatchError(HvdkitError):
         >>> import hvdkit as hk
         >>> cluster = hk.init()
         >>> try:
-        ...     total = hk.allreduce(np.zeros(hk.rank() + 1), hk.Sum)  # as many elements as the rank's number
+        ...     total = hk.allreduce(np.zeros(hk.rank() + 1), hk.Sum)  # another shape on each rank
+        ...     fits = True
         ... except hk.CollectiveMismatchError:
-        ...     print("the shapes differ on", hk.size(), "ranks")
+        ...     fits = False
+        >>> fits == (hk.size() == 1)
+        True
     """
 
     page = "collectives#errors"

@@ -209,7 +209,7 @@ class StopOnNonFinite(_StepCounter):
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         >>> model.compile(hk.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
         >>> x, y = np.ones((32, 4), "float32"), np.ones((32, 1), "float32")  # this rank's data
-        >>> x[3] = np.inf
+        >>> y[3] = np.nan
         >>> try:
         ...     history = model.fit(x, y, verbose=0, callbacks=[hk.callbacks.StopOnNonFinite()])
         ... except hk.NonFiniteError as error:

@@ -448,6 +448,7 @@ def load_model(
         >>> file = hvd.broadcast_object(tempfile.mkdtemp()) + "/model.keras"  # one file for all ranks
         >>> if hvd.rank() == 0:
         ...     model.save(file)
+        >>> saved = hvd.broadcast_object(True)  # wait for rank 0
         >>> model = hvd.load_model(file)  # on every rank
         >>> type(model.optimizer).__name__
         'Adam'

@@ -101,7 +101,7 @@ def average_gradients(
         >>> import tensorflow as tf
         >>> import hvdkit as hk
         >>> cluster = hk.init()
-        >>> w, table = tf.Variable([1.0, 2.0]), tf.Variable(tf.ones([100, 8]))
+        >>> w, table = tf.Variable([1.0, 2.0]), tf.Variable(tf.ones([10_000, 8]))
         >>> x = tf.ones([hk.rank() + 1])  # rank 0 has 1 example, rank 1 has 2, ...
         >>> with tf.GradientTape() as tape:
         ...     loss = tf.reduce_mean(x) * tf.reduce_sum(w * w) + tf.reduce_sum(tf.gather(table, [7]))
