@@ -4,7 +4,8 @@ Invalid arguments raise ``ValueError`` or ``TypeError``. Errors of the job as a 
 so that user scripts can catch them in one place.
 
 Every message contains the argument, the actual value, the expected value and the remedy; if ranks differ, it names the
-rank. :func:`describe` formats such a message; :func:`integer` checks an argument.
+rank. :func:`describe` formats such a message; :func:`see` names a page of the documentation; :func:`integer`
+checks an argument.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ class HvdkitError(RuntimeError):
 
     Attributes:
         exit_code: the exit code of a rank that does not catch the error.
+        page: the page of the documentation about such errors, ``PAGE`` or ``PAGE#SECTION``. A report of an uncaught
+            error ends with it.
 
     Examples:
         >>> import hvdkit as hk
@@ -29,6 +32,7 @@ class HvdkitError(RuntimeError):
     """
 
     exit_code: int = 1
+    page: str | None = None
 
     # AutoGraph recreates errors that leave a ``tf.function``. It only keeps the class if the constructor is that of
     # Exception; otherwise it raises a StagingError, which callers cannot catch by name.
@@ -46,6 +50,8 @@ class ClusterError(HvdkitError):
             ...
         hvdkit.errors.ClusterError: mesh: got {'model': ...}, expected {'data': ...}, as in the first hk.init(); ...
     """
+
+    page = "launching"
 
 
 class CollectiveMismatchError(HvdkitError):
@@ -66,6 +72,8 @@ class CollectiveMismatchError(HvdkitError):
         True
     """
 
+    page = "collectives#errors"
+
 
 class CheckpointError(HvdkitError):
     """A checkpoint cannot be written, found or restored.
@@ -79,6 +87,8 @@ class CheckpointError(HvdkitError):
         ...     print(error)
         runs/no-such-run: is not a checkpoint: it has no manifest.json; pass a folder such as step-000001200
     """
+
+    page = "checkpoints"
 
 
 class CorruptCheckpointError(CheckpointError):
@@ -99,6 +109,8 @@ class CorruptCheckpointError(CheckpointError):
         /.../replicated.safetensors: has 0 bytes, but 152 were written (truncated?)
     """
 
+    page = "checkpoints#the-tools"
+
 
 class DataError(HvdkitError):
     """A data file is damaged, or has changed or disappeared while it was used.
@@ -118,6 +130,8 @@ class DataError(HvdkitError):
         /.../clicks.parquet is not a whole Parquet file: Parquet magic bytes not found in footer...
     """
 
+    page = "data#bad-files"
+
 
 class PlanError(HvdkitError):
     """No placement of the tables fits the available memory.
@@ -130,6 +144,8 @@ class PlanError(HvdkitError):
         ...     print(error)
         memory_bytes: got 500,000,000 (476.8 MiB), expected at least ..., which rank 0 of 4 needs; start more ranks, ...
     """
+
+    page = "embeddings#where-tables-go"
 
 
 class NonFiniteError(HvdkitError):
@@ -155,10 +171,13 @@ class NonFiniteError(HvdkitError):
     """
 
     exit_code = 65
+    page = "supervisor#values-that-are-not-finite"
 
 
 class BuildError(HvdkitError):
     """Horovod could not be built; the message says what is missing."""
+
+    page = "compatibility"
 
 
 def describe(argument: str, got: object, expected: str, remedy: str) -> str:
@@ -170,6 +189,16 @@ def describe(argument: str, got: object, expected: str, remedy: str) -> str:
     """
     shown = got if isinstance(got, str) else repr(got)
     return f"{argument}: got {shown}, expected {expected}; {remedy}"
+
+
+def see(page: str) -> str:
+    """Return the end of a message that names a page of the documentation. A test checks that the page exists.
+
+    Example:
+        >>> see("launching#hosts")
+        'see `hvdkit docs launching#hosts`'
+    """
+    return f"see `hvdkit docs {page}`"
 
 
 def integer(name: str, value: object, *, minimum: int) -> int:

@@ -64,7 +64,7 @@ def run(commands: list[str], folder: Path) -> list[str]:
 def main() -> int:
     """Check the documents named on the command line, or all."""
     named = [Path(argument).resolve() for argument in sys.argv[1:]]
-    documents = named or [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    documents = named or [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
     def checked(document: Path) -> list[str]:
         with tempfile.TemporaryDirectory() as folder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -18,9 +19,18 @@ def anchors(text: str) -> set[str]:
     return {title.strip().replace(" ", "-") for title in titles}
 
 
+def read(document: Path) -> str:
+    """Return the text of a document; of a notebook, that of its Markdown cells."""
+    text = document.read_text(encoding="utf-8")
+    if document.suffix != ".ipynb":
+        return text
+    cells = json.loads(text)["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+
+
 def broken_links(document: Path) -> list[str]:
     """Return one message for each broken link in ``document``."""
-    text = document.read_text(encoding="utf-8")
+    text = read(document)
     messages = []
     for link in LINK.findall(FENCE.sub("", text)):
         if "://" in link or link.startswith("mailto:"):
@@ -36,7 +46,8 @@ def broken_links(document: Path) -> list[str]:
 
 def main() -> int:
     """Print the broken links of all documents; return 1 if there are any."""
-    documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("launch/**/*.md")]
+    patterns = ("*.md", "docs/**/*.md", "docs/**/*.ipynb", "launch/**/*.md")
+    documents = [document for pattern in patterns for document in ROOT.glob(pattern)]
     messages = [message for document in documents for message in broken_links(document)]
     print("\n".join([*messages, f"{len(documents)} documents, {len(messages)} broken links"]))
     return 1 if messages else 0

@@ -105,7 +105,10 @@ class SupervisorCallback(keras.callbacks.Callback):
         self.model._initial_epoch = sys.maxsize if self._is_done() else epoch
         self._remaining_steps = 0
         if done_steps and self._data is None:
-            message = "fit: continues at step %d, in the middle of an epoch, whose batches are repeated; pass data="
+            message = (
+                "fit: continues at step %d, in the middle of an epoch, whose batches are repeated; to continue within "
+                "the epoch, pass hk.data.GlobalBatches, to hk.fit as x, to SupervisorCallback as data="
+            )
             if cluster.is_chief():
                 get_logger().warning(message, step)
         elif done_steps and steps:

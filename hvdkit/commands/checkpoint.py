@@ -31,6 +31,8 @@ class Inspect:
         hvdkit checkpoint inspect runs/mnist          all of a run
         hvdkit checkpoint inspect runs/mnist --json   for programs
         hvdkit checkpoint inspect runs/mnist/checkpoints/step-000001200
+
+    See `hvdkit docs checkpoints`.
     """
 
     path: Positional[Path]
@@ -48,6 +50,8 @@ class Verify:
     For example:
         hvdkit checkpoint verify runs/mnist           all of a run
         hvdkit checkpoint verify runs/mnist/checkpoints/step-000001200
+
+    See `hvdkit docs checkpoints`.
     """
 
     path: Positional[Path]
@@ -67,6 +71,8 @@ class Export:
         hvdkit checkpoint export runs/mnist --to weights --names 'model/*'
         hvdkit checkpoint export runs/mnist --to served/1 \\
             --format saved-model --model train:build_model
+
+    See `hvdkit docs checkpoints`.
     """
 
     path: Positional[Path]
@@ -130,6 +136,9 @@ def _verify(config: Verify) -> int:
 
 def _export(config: Export) -> int:
     if config.model is not None:
+        from hvdkit.cluster.tensorflow_loading import load_tensorflow
+
+        load_tensorflow()  # without its startup messages
         from hvdkit.checkpoint.saved_model import export_saved_model
 
         export_saved_model(config.path, _function(config.model), config.to, key=config.key, overwrite=config.overwrite)

@@ -6,11 +6,13 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 
+from hvdkit.machine.terminal import is_terminal
+
 
 @contextlib.contextmanager
 def byte_progress(doing: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show a progress bar of bytes if stderr is a terminal."""
-    if not sys.stderr.isatty():
+    if not is_terminal(sys.stderr):
         yield lambda _: None
         return
     from rich.console import Console

@@ -33,7 +33,7 @@ from hvdkit.collectives import (
     size_op,
 )
 from hvdkit.compat import horovod_callbacks as callbacks
-from hvdkit.errors import describe
+from hvdkit.errors import describe, see
 
 global_process_set = None
 """All ranks."""
@@ -470,6 +470,4 @@ def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
     got = f"{name!r}, which hvdkit does not provide under Horovod's name"
-    raise AttributeError(
-        describe("hvdkit.compat.horovod", got, f"one of {', '.join(__all__)}", "see docs/gradients.md")
-    )
+    raise AttributeError(describe("hvdkit.compat.horovod", got, f"one of {', '.join(__all__)}", see("gradients")))

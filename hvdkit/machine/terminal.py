@@ -5,6 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import IO, Any
+
+
+def is_terminal(stream: IO[Any]) -> bool:
+    """Return True if a stream is a terminal that the user sees.
+
+    Jupyter runs the commands in cells (``!hvdkit run ...``) on a pseudo-terminal, but shows their output on a page, on
+    which lines cannot be rewritten. Its kernels and their processes have the variable JPY_PARENT_PID.
+    """
+    return stream.isatty() and "JPY_PARENT_PID" not in os.environ
 
 
 def on_terminal() -> bool:
@@ -13,7 +23,7 @@ def on_terminal() -> bool:
     Both stdout and stderr must be terminals: Open MPI's mpirun gives its ranks a pseudo-terminal as stdout even if its
     own output goes to a file.
     """
-    return sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    return is_terminal(sys.stdout) and is_terminal(sys.stderr) and os.environ.get("TERM") != "dumb"
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:

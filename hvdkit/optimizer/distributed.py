@@ -17,6 +17,7 @@ from hvdkit import cluster
 from hvdkit.collectives.ops import Average, ReduceOp, checked_op
 from hvdkit.collectives.process_sets import RankGroup, resolve
 from hvdkit.errors import describe
+from hvdkit.machine.supported import OLDEST_KERAS
 from hvdkit.optimizer.compression import wire_dtype
 from hvdkit.optimizer.copies import copy_of, subclass
 from hvdkit.optimizer.mixins import CombiningMixin, DistributedMixin, LossScale, LossScaleMixin, check_inner
@@ -26,10 +27,9 @@ from hvdkit.optimizer.sharded_state import ShardedStateMixin, check_shardable
 from hvdkit.sharding.shards import holding_of, is_local
 from hvdkit.sharding.variables import compare_variables
 
-if version.parse(keras.__version__) < version.parse("3.5"):
-    raise ImportError(
-        describe("keras", keras.__version__, "3.5 or newer: older ones clip before they accumulate", "upgrade keras")
-    )
+if version.parse(keras.__version__).release[:2] < OLDEST_KERAS:
+    expected = f"{'.'.join(map(str, OLDEST_KERAS))} or newer"
+    raise ImportError(describe("keras", keras.__version__, expected, "pip install --upgrade keras"))
 
 # Added after Keras 3.5.
 _Multi = getattr(keras.optimizers, "MultiOptimizer", ())

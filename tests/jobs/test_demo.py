@@ -114,7 +114,10 @@ def test_a_wrong_option_is_one_plain_message(launcher):
 COMMAND = (sys.executable, "-m", "hvdkit", "plan", "--wrong", "3")
 
 
-@pytest.mark.parametrize("extra", [{"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=str)
+NOTEBOOK = {"JPY_PARENT_PID": "1", "FORCE_COLOR": "1"}  # what Jupyter sets for the commands in cells, with a terminal
+
+
+@pytest.mark.parametrize("extra", [{"NO_COLOR": "1"}, {"TERM": "dumb"}, NOTEBOOK], ids=str)
 def test_the_command_is_plain_on_a_terminal_that_asks_for_it(extra):
     code, written = on_terminal(*COMMAND, **extra)
     assert (code, written.replace("\r", "")) == without_terminal(*COMMAND)
@@ -124,3 +127,9 @@ def test_the_command_is_plain_on_a_terminal_that_asks_for_it(extra):
 def test_the_command_has_colours_on_a_terminal():
     code, written = on_terminal(*COMMAND)
     assert code == 2 and "\x1b[" in written and "--wrong" in written
+
+
+def test_in_a_notebook_ranks_have_no_terminal():
+    code, written = on_terminal(*HVDKIT_RUN, sys.executable, "-c", "import sys; print(sys.stdout.isatty())", **NOTEBOOK)
+    assert code == 0
+    assert sorted(written.replace("\r", "").splitlines()) == ["[rank 0] False", "[rank 1] False"]

@@ -365,12 +365,13 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
 def test_many_files_need_few_descriptors(tmp_path, large, monkeypatch):
     monkeypatch.setattr(offsets, "_LARGE_CACHE", large)
     monkeypatch.setattr(records, "_MOST_MAPS", 50)
+    monkeypatch.setattr(kept_open, "MOST_OPEN", 20)
+    kept_open.close_idle()
     for number in range(300):
         (tmp_path / f"{number}.csv").write_text(f"{number},1\n")
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (min(limits[0], len([*Path("/proc/self/fd").iterdir()]) + 100), limits[1])
-    )
+    highest = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits[0], highest + 120), limits[1]))
     try:
         source = hk.data.delimited(tmp_path, TWO)
         assert len(read_whole(source, shuffle_seed=1)) == 19

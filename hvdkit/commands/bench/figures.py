@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hvdkit._version import __version__
+from hvdkit.machine.terminal import is_terminal
 
 if TYPE_CHECKING:
     from hvdkit.commands.bench.config import Bench
@@ -112,8 +113,8 @@ def merge_rounds(rounds: Sequence[Round]) -> tuple[list[JobResult], float | None
 def show(config: Bench, rounds: Sequence[Round], stream: TextIO) -> None:
     """Print the table."""
     jobs, efficiency = merge_rounds(rounds)
-    console = Console(file=stream, highlight=False)
-    if not stream.isatty():
+    console = Console(file=stream, highlight=False, force_terminal=is_terminal(stream))
+    if not console.is_terminal:
         console.width = TABLE_WIDTH
     first = jobs[0].results[0]
     threads = f", {first.threads} threads" if first.threads > 1 else ", 1 thread" if first.threads else ""

@@ -25,6 +25,7 @@ from typing import Annotated
 from tyro.conf import arg
 
 from hvdkit.errors import describe
+from hvdkit.machine.terminal import is_terminal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,9 @@ class Doctor:
         hvdkit doctor              all checks, for 4 ranks on this host
         hvdkit doctor -np 8        for 8 ranks
         hvdkit doctor --no-run     without starting ranks
-        hvdkit doctor --json       for programs; docs/doctor.md lists the keys
+        hvdkit doctor --json       for programs
+
+    See `hvdkit docs doctor`.
     """
 
     np: Annotated[int, arg(aliases=["-np"])] = 4
@@ -65,7 +68,7 @@ def doctor(config: Doctor) -> int:
     from hvdkit.commands.doctor import report
     from hvdkit.commands.doctor.examine import examine
 
-    with Console(stderr=True, force_terminal=sys.stderr.isatty()).status("starting") as status:
+    with Console(stderr=True, force_terminal=is_terminal(sys.stderr)).status("starting") as status:
         findings = examine(config, status.update)
     if config.json:
         print(report.as_json(findings))

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from hvdkit._version import __version__
 from hvdkit.commands.doctor.finding import Finding, Status
+from hvdkit.machine.terminal import is_terminal
 
 FORMAT_VERSION = 1
 MARKS: dict[Status, tuple[str, str]] = {
@@ -42,8 +43,9 @@ def as_json(findings: Sequence[Finding]) -> str:
 
 def print_text(findings: Sequence[Finding], stream: TextIO) -> None:
     """Print a line per finding with its remedy below, and a summary. Colors are used only on a terminal."""
-    width = None if stream.isatty() else WIDTH_WITHOUT_TERMINAL
-    console = Console(file=stream, width=width, highlight=False, soft_wrap=False)
+    terminal = is_terminal(stream)
+    width = None if terminal else WIDTH_WITHOUT_TERMINAL
+    console = Console(file=stream, force_terminal=terminal, width=width, highlight=False, soft_wrap=False)
     table = Table.grid(padding=(0, 1))
     table.add_column(width=4)
     table.add_column(no_wrap=True)

@@ -19,6 +19,7 @@ from hvdkit.commands.run.hosts import Host, parse_hosts, place_ranks, read_hostf
 from hvdkit.commands.run.preflight import THIS_HOST, Answer, Network, Remote, check, network, srun_command, ssh_command
 from hvdkit.errors import describe
 from hvdkit.machine.environment import outside_a_job
+from hvdkit.machine.terminal import is_terminal
 from hvdkit.watchdog.settings import HEARTBEAT, seconds
 
 
@@ -97,7 +98,7 @@ class Job:
         added["PYTHONUNBUFFERED"] = self.environment.get("PYTHONUNBUFFERED", "1")
         added["GLIBC_TUNABLES"] = with_huge_pages(self.environment.get("GLIBC_TUNABLES", ""))
         terminal = None
-        if rank == 0 and sys.stdout.isatty():
+        if rank == 0 and is_terminal(sys.stdout):
             size = shutil.get_terminal_size()
             terminal = {"lines": size.lines, "columns": max(20, size.columns - len("[rank 0] "))}
         arguments = [os.fsencode(argument).decode("latin-1") for argument in command]  # bytes, in JSON
@@ -129,7 +130,7 @@ def prepare(config: RunConfig, program: Sequence[str]) -> Job:
     """
     environment = outside_a_job(os.environ)
     seconds(HEARTBEAT)  # validate it here rather than on every rank
-    _check_program(program)
+    _check_program(program, config)
     hosts = _hosts(config, environment)
     ranks = slots_of(place_ranks(hosts, config.np))
     if config.min_np is not None and config.min_np > ranks:
@@ -139,13 +140,19 @@ def prepare(config: RunConfig, program: Sequence[str]) -> Job:
     return Job(config, hosts, engine, select_variables(environment, config.env), environment)
 
 
-def _check_program(program: Sequence[str]) -> None:
+def _check_program(program: Sequence[str], config: RunConfig) -> None:
     if not program:
         raise ValueError(describe("program", "none", "a command after --", "hvdkit run -np 4 -- python train.py"))
     if shutil.which(program[0]) is None:
         is_script = program[0].endswith(".py")
         remedy = f"write: -- python {program[0]}" if is_script else "check its name, or activate its environment"
         raise ValueError(describe("program", program[0], "a command that can be run here", remedy))
+    is_here = config.hosts is None and config.hostfile is None and not config.slurm and not config.dry_run
+    if is_here and Path(program[0]).name.startswith("python") and len(program) > 1:
+        script = Path(program[1])
+        if script.suffix == ".py" and not script.exists():  # otherwise every rank would report it
+            got = f"{script} (no such file in {Path.cwd()})"
+            raise ValueError(describe("program", got, "a script", "check its path"))
 
 
 def _hosts(config: RunConfig, environment: dict[str, str]) -> tuple[Host, ...]:

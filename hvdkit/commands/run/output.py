@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import BinaryIO
 
+from hvdkit.machine.terminal import is_terminal
 from hvdkit.watchdog.lines import Writer, write_all
 
 CLEAR = b"\r\x1b[K"
@@ -36,7 +37,7 @@ class OutputWriter:
         self._logs = logs
         self._open_logs: dict[int, BinaryIO] = {}
         self._partial: dict[tuple[int, int], bytes] = {}
-        self._terminals = [channel for channel, file in files.items() if file.isatty()]
+        self._terminals = [channel for channel, file in files.items() if is_terminal(file)]
         self._bar = b""  # the progress bar that the terminal shows
         self._writers: dict[tuple[int, int], Writer] = {}
 
