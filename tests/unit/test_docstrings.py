@@ -4,7 +4,7 @@ The rules, for each name that ``import hvdkit`` and its public modules export, a
 
 - A docstring with a summary of one sentence. No reST roles, no section that Google style does not have.
 - Functions, methods and classes list all their parameters under Args, and no others; classes also list their class
-  attributes and fields, under Args or Attributes.
+  attributes and fields, under Args or Attributes, or their base class in hvdkit does.
 - A function with a result and parameters has Returns (or Yields). Without parameters, a summary with "Return" will do.
 - Raises lists exceptions that exist, and at least those that the body raises itself.
 - Functions and classes have an example that ``pytest --doctest-modules`` collects, which uses the name and skips no
@@ -138,7 +138,9 @@ class Checked:
         yield from (f"unknown parameter {name}" for name in sorted(arguments - names))
         if self.target.is_class:
             fields = {name for name, each in self.target.members.items() if "class-attribute" in each.labels}
-            missing = {name for name in fields - arguments - attributes if not name.startswith("_")}
+            bases = [Checked(base, base.name).sections() for base in self.target.mro() if base.docstring is not None]
+            inherited = {each.name for sections in bases for each in sections.get(Section.attributes, [])}
+            missing = {name for name in fields - arguments - attributes - inherited if not name.startswith("_")}
             yield from (f"attribute {name} is not documented" for name in sorted(missing))
 
     def result_problems(self) -> Iterator[str]:
