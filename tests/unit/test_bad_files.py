@@ -215,7 +215,13 @@ read("/a.csv")
 
 
 @pytest.mark.parametrize(
-    ("name", "compress"), [("gzip", gzip.compress), ("bzip2", bz2.compress), ("xz", lzma.compress)]
+    ("name", "compress"),
+    [
+        ("gzip", gzip.compress),
+        ("bzip2", bz2.compress),
+        ("bzip2", lambda data: bz2.compress(data, 1)),
+        ("xz", lzma.compress),
+    ],
 )
 def test_compressed_files_have_a_remedy(name, compress, tmp_path):
     (tmp_path / "a").write_bytes(compress(b"1,2\n" * 100))
@@ -239,6 +245,7 @@ def test_arrays_of_other_kinds_are_refused(tmp_path):
         ({"columns": {}}, TypeError),
         ({"delimiter": ""}, ValueError),
         ({"delimiter": "ab"}, ValueError),
+        ({"delimiter": 9}, ValueError),
         ({"header_lines": -1}, ValueError),
         ({"fill": {"y": 0}}, ValueError),
     ],

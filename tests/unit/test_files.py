@@ -17,6 +17,7 @@ from helpers.data_files import (
     check_examples,
     damage,
     write_npy,
+    write_criteo,
     write_parquet,
     write_tfrecord,
 )
@@ -323,6 +324,27 @@ def test_lines_without_all_values_are_named(lines, end, tmp_path):
     for seed in (None, 0):
         with pytest.raises(hk.DataError, match=rf"line {number} of .*a\.csv has 1 values"):
             read_whole(hk.data.delimited(tmp_path / "a.csv", {"a": "float32", "b": "float32"}), shuffle_seed=seed)
+
+
+@pytest.mark.parametrize("text", ["1,2\r3,4\n", "1,2\n3,4\r5,6\n", "1,2\n3,4\r\r\n", "1,2\r3,4\r"])
+def test_carriage_returns_within_lines_are_named(text, tmp_path):
+    (tmp_path / "a.csv").write_text(text, newline="")
+    number = 1 + text.partition("\r")[0].count("\n")
+    for seed in (None, 0):
+        with pytest.raises(hk.DataError, match=rf"line {number} of .*a\.csv has a carriage return within it"):
+            read_whole(hk.data.delimited(tmp_path / "a.csv", {"a": "int64", "b": "int64"}), shuffle_seed=seed)
+    (tmp_path / "b.csv").write_text("x\ry\nz\n", newline="")
+    lines = hk.data.delimited(tmp_path / "b.csv", {"a": "S"}, on_error="skip")
+    assert lines.skipped == {str(tmp_path / "b.csv"): 1} and lines.read(np.array([0]))["a"] == b"z"
+
+
+@pytest.mark.parametrize("category", ["0000000g", "hello", "123456789", "0x12", "-1", "1 "])
+def test_categories_that_are_not_hexadecimal_are_named(category, tmp_path):
+    write_criteo(tmp_path / "a", range(3))
+    good = (tmp_path / "a").read_text()
+    (tmp_path / "a").write_text(good.replace("00000001", category, 1))
+    with pytest.raises(hk.DataError, match=rf"line 1 of .*a cannot be parsed: .*{category}.* hexadecimal digits"):
+        read_whole(hk.data.criteo(tmp_path / "a"))
 
 
 def test_hexadecimal_digits_of_any_length():

@@ -115,8 +115,8 @@ class RecordFormat(ABC):
 
     def __init__(self, on_error: OnError) -> None:
         self.skips = on_error == "skip"
-        self._offsets: dict[str, np.ndarray] = {}
-        self._maps: OrderedDict[str, np.ndarray] = OrderedDict()  # those of large files, oldest first
+        self._offsets: dict[File, np.ndarray] = {}
+        self._maps: OrderedDict[File, np.ndarray] = OrderedDict()  # those of large files, oldest first
         self._lock = threading.Lock()
 
     @abstractmethod
@@ -178,17 +178,17 @@ class RecordFormat(ABC):
 
     def _offsets_of(self, file: File) -> np.ndarray:
         with self._lock:
-            if (found := self._offsets.get(file.url, self._maps.get(file.url))) is not None:
+            if (found := self._offsets.get(file, self._maps.get(file))) is not None:
                 return found
         kind = f"{self.kind}, without the end" if self.skips else self.kind
         found = offsets_of(file, kind, self.find_offsets)
         with self._lock:
             if isinstance(found, np.memmap):
-                self._maps[file.url] = found
+                self._maps[file] = found
                 if len(self._maps) > _MOST_MAPS:
                     self._maps.popitem(last=False)
             else:
-                self._offsets[file.url] = found
+                self._offsets[file] = found
         return found
 
 

@@ -17,7 +17,8 @@ from hvdkit.errors import DataError
 _COMPRESSED = {
     b"\x1f\x8b": ("gzip", "gzip -d"),
     b"\x28\xb5\x2f\xfd": ("zstd", "zstd -d"),
-    b"BZh9": ("bzip2", "bzip2 -d"),
+    **{b"BZh%d1AY&SY" % level: ("bzip2", "bzip2 -d") for level in range(1, 10)},
+    b"PK\x03\x04": ("zip", "unzip"),
     b"\xfd7zXZ\x00": ("xz", "xz -d"),
     b"\x04\x22\x4d\x18": ("lz4", "lz4 -d"),
 }
