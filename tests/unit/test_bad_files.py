@@ -283,6 +283,18 @@ def test_a_change_in_the_middle_of_an_epoch_is_an_error(name, change, tmp_path, 
             next(batches)
 
 
+@pytest.mark.parametrize("array", [np.random.rand(10_000, 8), np.asfortranarray(np.random.rand(10_000, 8))])
+@pytest.mark.parametrize("seed", [None, 1])
+def test_an_array_that_is_cut_under_the_run_is_named(tmp_path, array, seed):
+    np.save(tmp_path / "a.npy", array)
+    batches = GlobalBatches(hk.data.npy(tmp_path), 64, shuffle_seed=seed, rank=0, size=1)
+    next(batches)
+    os.truncate(tmp_path / "a.npy", 5000)  # reading a map beyond the end would be a SIGBUS
+    with pytest.raises(hk.DataError, match=r"a\.npy (ends at byte|has changed)"):
+        for _ in batches:
+            pass
+
+
 # ---- the cache of offsets --------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdkit.cluster.logs import get_logger
 from hvdkit.data.files.formats import BlockRows, FileLayout, OnError
 from hvdkit.data.files.listing import File
 from hvdkit.data.files.offsets import offsets_of
@@ -133,6 +134,9 @@ class RecordFormat(ABC):
         if self.skips:
             damaged = offsets_of(file, f"{self.kind}, damaged", self._find_damaged).astype(np.int64)
         rows = rows_of_blocks(records - len(damaged), file.size)
+        if (end := int(self._offsets_of(file)[-1])) < file.size:
+            get_logger().warning("on_error='skip': skipped %s from record %d, byte %d, on", file.url, records, end)
+            damaged = np.append(damaged, records)  # and those after it, whose number is not known
         return FileLayout(rows, self.kind, max(BLOCK_BYTES, file.size // max(1, records)), damaged)
 
     def load(self, file: File, layout: FileLayout, block: int) -> Any:

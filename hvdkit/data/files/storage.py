@@ -72,6 +72,11 @@ class OpenFile:
                 done += count
         self._require(start, done, len(buffer))
 
+    def require_whole(self) -> None:
+        """Raise DataError if a local file has been cut."""
+        with self._named(0, self.file.size):
+            self._require(0, os.fstat(self._local()).st_size, self.file.size)
+
     def _require(self, start: int, found: int, size: int) -> None:
         if found < size:
             raise DataError(f"{self.file.url} ends at byte {start + found}, expected at least {start + size}")
