@@ -265,7 +265,7 @@ def delimited(
     if not isinstance(columns, Mapping) or not columns:
         remedy = "pass e.g. {'user': 'int64', 'rating': 'float32'}"
         raise TypeError(describe("columns", columns, "a dict of names and dtypes", remedy))
-    if len(delimiter.encode()) != 1 or delimiter in "\r\n":
+    if not isinstance(delimiter, str) or len(delimiter.encode()) != 1 or delimiter in "\r\n":
         raise ValueError(describe("delimiter", delimiter, "one ASCII character", r"pass e.g. ',' or '\t'"))
     header_lines = integer("header_lines", header_lines, minimum=0)
     _require_columns("fill", fill, columns)
