@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import threading
+import concurrent.futures.thread
 import time
 
 _STEP = 0.2  # seconds between two checks
 
 
 def require_running() -> None:
-    """Raise InterruptedError if the main thread has ended: Python waits for the threads that read."""
-    if not threading.main_thread().is_alive():
+    """Raise InterruptedError if the main thread has ended its program: Python waits for the threads that read."""
+    if concurrent.futures.thread._shutdown:  # has no public name in Python 3.11 to 3.14
         raise InterruptedError("the program ends")
 
 
