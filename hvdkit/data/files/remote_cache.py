@@ -20,6 +20,7 @@ import platformdirs
 import xxhash
 
 from hvdkit.cluster.logs import get_logger
+from hvdkit.data.files.ending import pause
 from hvdkit.data.files.listing import File, disappeared, number_setting, require_unchanged, retrying, shown
 from hvdkit.errors import DataError
 
@@ -92,7 +93,7 @@ def _turn(path: Path) -> Iterator[None]:
                 with contextlib.suppress(BlockingIOError):
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
-                time.sleep(0.01)
+                pause(0.01)
         yield
 
 
