@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import configparser
 import itertools
 import os
 import subprocess
 import sys
-from glob import glob
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from helpers.jobs import call
 
 import hvdkit
 from hvdkit.commands import cli
-from hvdkit.commands.docs import PAGES, find
+from hvdkit.commands.docs import find
 from hvdkit.commands.new import New, new, project
 from hvdkit.commands.run.hosts import Host, read_hostfile
 
@@ -142,17 +140,3 @@ def test_both_forms_share_the_rest_of_the_project():
             if projects["fit", cluster][name] != projects["loop", cluster][name]
         }
         assert differing == {"train.py"}
-
-
-def test_the_wheel_has_every_file_of_a_project_and_every_page():
-    """The files are data of the package, listed in setup.cfg; those whose names begin with a dot stay out."""
-    settings = configparser.ConfigParser()
-    settings.read(PACKAGE.parent / "setup.cfg")
-    patterns = settings["options.package_data"]["hvdkit"].split()
-    # As setuptools does; Path.glob does not follow the link to docs/.
-    found = [glob(pattern, root_dir=PACKAGE, recursive=True) for pattern in patterns]  # noqa: PTH207
-    included = {PACKAGE / path for paths in found for path in paths}
-    folders = [PACKAGE / "commands" / "new" / name for name in ("project", "launch")]
-    files = {path for folder in folders for path in folder.rglob("*") if path.is_file()} | {*PAGES.glob("**/*.md")}
-    missing = {path.relative_to(PACKAGE).as_posix() for path in files - included}
-    assert not [path for path in missing if "/." not in path and "__pycache__" not in path]
