@@ -9,7 +9,7 @@ Start reading with ``order.py``, which computes the examples in each row of a ba
 from hvdkit.data.arrays import Concatenated
 from hvdkit.data.batches import GlobalBatches
 from hvdkit.data.files import array_record, criteo, delimited, npy, parquet, tfrecord
-from hvdkit.data.mixture import mixture
+from hvdkit.data.mixtures import mixture
 
 __all__ = [
     "Concatenated",

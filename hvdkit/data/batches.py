@@ -19,7 +19,7 @@ from hvdkit.data.files.source import FileSource
 from hvdkit.data.growth import GrowingFiles, Growth
 from hvdkit.data.indexed import Mode
 from hvdkit.data.keras_dataset import batches_at_once, keras_dataset, weighted, weighted_spec
-from hvdkit.data.mixture import Mixture
+from hvdkit.data.mixtures import Mixture
 from hvdkit.errors import describe, integer
 
 if TYPE_CHECKING:

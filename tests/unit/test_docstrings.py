@@ -63,11 +63,7 @@ def exported(module: griffe.Object) -> list[str]:
 def find(path: str) -> griffe.Object:
     """Return the object with a dotted path, at the place that defines it."""
     found = package()[path.partition(".")[2]] if "." in path else package()
-    found = found.final_target if found.is_alias else found
-    # The submodule hvdkit.data.mixture hides the function of this name.
-    home, _, name = path.rpartition(".")
-    hidden = found.is_module and home and inspect.isfunction(getattr(importlib.import_module(home), name, None))
-    return found[name] if hidden else found
+    return found.final_target if found.is_alias else found
 
 
 def public() -> dict[str, griffe.Object]:
