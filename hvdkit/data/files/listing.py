@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from hvdkit.data.files.ending import pause, require_running
+from hvdkit.data.files.program_end import pause, require_running
 from hvdkit.errors import DataError, describe
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hvdkit import cluster
-from hvdkit.data.files.ending import require_running
+from hvdkit.data.files.program_end import require_running
 from hvdkit.errors import describe
 from hvdkit.machine.cores import available_cores
 
