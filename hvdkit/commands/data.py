@@ -181,17 +181,16 @@ def _format_of(url: str, kind: Kind) -> Format:
 
 
 def _recognized(url: str) -> Kind:
-    """Return the format of a file, from its first bytes or its name."""
-    import fsspec
-
+    """Return the format of a file, from its first bytes."""
+    from hvdkit.data.files.listing import filesystem_of
     from hvdkit.data.files.tfrecord_format import is_header
 
-    filesystem, name = fsspec.core.url_to_fs(url)
+    filesystem, name = filesystem_of(url)
     start = filesystem.cat_file(name, start=0, end=12)
     if start.startswith(b"PAR1"):
         return "parquet"
     if start.startswith(b"\x93NUMPY"):
         return "npy"
-    if "array" in Path(name).name.lower() and "record" in Path(name).name.lower():
+    if start.startswith(b"\x83\xaf\x70\xd1\x0d\x88\x4a\x3f"):  # Riegeli's, the format that ArrayRecord extends
         return "array_record"
     return "tfrecord" if is_header(start) else "lines"

@@ -122,7 +122,7 @@ def warn_about_reading(source: FileSource | Mixture, shuffle: Shuffle, batch_siz
     times = source.read_times(shuffle, batch_size, size)
     if times < _MUCH_READING or source.is_small:
         return
-    lanes = -(-(shuffle.lanes or LANES) // size) * size
+    lanes = min(-(-(shuffle.lanes or LANES) // size), batch_size // size) * size
     remedy = f"interleave={lanes}" if shuffle.mode == "blocks" else "shuffle='blocks'"
     get_logger().warning(
         "shuffle: got %r with %r on %d rank(s), with which each reads about %.3g times its part of the files; pass %s",

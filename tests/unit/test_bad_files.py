@@ -396,3 +396,29 @@ def test_many_files_need_few_descriptors(tmp_path, large, monkeypatch):
         assert len(read_whole(source, shuffle_seed=1)) == 19
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_offsets_in_memory_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "_MOST_OFFSET_BYTES", 1000)
+    for number in range(40):
+        lines = [f"{number * 10 + i},1\n" for i in range(10)]
+        (tmp_path / f"{number:02}.csv").write_text("".join(lines))
+    source = hk.data.delimited(tmp_path, TWO)
+    kept = source._format._offsets
+    assert 0 < sum(each.nbytes for each in kept.values()) == source._format._offset_bytes <= 1000
+    found = np.concatenate([batch["id"] for batch in read_whole(source, shuffle_seed=1)])
+    assert sorted(found.tolist()) == [*range(400)]
+    assert 0 < sum(each.nbytes for each in kept.values()) == source._format._offset_bytes <= 1000
+
+
+def test_paths_may_be_a_generator(tmp_path):
+    for number in range(3):
+        (tmp_path / f"{number}.csv").write_text(f"{number},1\n")
+    source = hk.data.delimited((tmp_path / f"{number}.csv" for number in (2, 0, 1)), TWO)
+    assert source.names == ["2.csv", "0.csv", "1.csv"] == source.listed_again().names
+
+
+@pytest.mark.parametrize("paths", [None, 5])
+def test_paths_of_another_type_are_an_error(paths):
+    with pytest.raises(TypeError, match=r"^paths: got (None|5), expected paths, or a sequence of them; pass e\.g\."):
+        hk.data.delimited(paths, TWO)

@@ -132,6 +132,12 @@ def read_bytes():
             6,
             "about 3 times its part of the files; pass interleave=6",
         ),
+        (
+            "parquet",
+            {"shuffle": "blocks", "interleave": 7, "global_batch_size": 7},
+            5,
+            "about 1.43 times its part of the files; pass interleave=5",  # 10 would be more than a batch has
+        ),
         ("parquet", {"shuffle": "blocks"}, 4, ""),
         ("parquet", {}, 1, ""),
         ("npy", {"shuffle_seed": 1}, 4, ""),
@@ -143,7 +149,7 @@ def test_reading_much_more_than_a_part_is_a_warning(tmp_path, caplog, monkeypatc
     write(tmp_path / "a", range(1000))
     if name == "parquet":
         pq.write_table(pa.table({"id": np.arange(1000)}), tmp_path / "a.parquet", row_group_size=100)
-    GlobalBatches(read(tmp_path), 32, rank=0, size=size, **options)
+    GlobalBatches(read(tmp_path), **{"global_batch_size": 32, **options}, rank=0, size=size)
     assert text in caplog.text and bool(text) == bool(caplog.text)
 
 

@@ -306,6 +306,17 @@ def test_a_cache_that_is_removed_under_the_run_is_made_again(server, cache):
     assert ids(source, epochs=1) == EXPECTED and [path for path in cache.iterdir() if path.is_file()]
 
 
+def test_a_damaged_chunk_is_read_from_the_server_again(server, cache):
+    source = hk.data.parquet(server.url("a.parquet"))
+    assert ids(source, epochs=1) == EXPECTED
+    for path in cache.iterdir():
+        if path.is_file():
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+    assert ids(source, epochs=1) == EXPECTED
+
+
 def test_what_killed_processes_left_is_swept(server, cache):
     cache.mkdir()
     old, new = cache / ".chunk.0123", cache / ".chunk.4567"

@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -62,6 +62,8 @@ def list_files(paths: Paths, suffixes: Sequence[str] = ()) -> list[File]:
         >>> list_files("data/day_*.parquet")  # doctest: +SKIP
         [File(url='/data/day_0.parquet', size=20145, version='1700000000.5')]
     """
+    if not isinstance(paths, str | os.PathLike | Iterable):
+        raise TypeError(describe("paths", paths, "paths, or a sequence of them", "pass e.g. a folder"))
     each = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not each:
         raise ValueError(describe("paths", each, "at least one path", "pass e.g. a folder"))

@@ -21,6 +21,7 @@ BLOCK_BYTES = 2**20
 _LEAST_BLOCK_BYTES, _BLOCKS_OF_SMALL_FILE = 2**16, 64
 _MOST_RECORDS = 2**16
 _MOST_MAPS = 128
+_MOST_OFFSET_BYTES = 2**26  # of the offsets of small files in memory; those of others are read from their caches again
 _GAP = 4096  # bytes between two records that are still read at once
 Parse = Callable[[Any], Any] | Mapping[str, Any] | None
 
@@ -116,8 +117,9 @@ class RecordFormat(ABC):
 
     def __init__(self, on_error: OnError) -> None:
         self.skips = on_error == "skip"
-        self._offsets: dict[File, np.ndarray] = {}
-        self._maps: OrderedDict[File, np.ndarray] = OrderedDict()  # those of large files, oldest first
+        self._offsets: OrderedDict[File, np.ndarray] = OrderedDict()  # the oldest first
+        self._offset_bytes = 0
+        self._maps: OrderedDict[File, np.ndarray] = OrderedDict()  # those of large files, the oldest first
         self._lock = threading.Lock()
 
     @abstractmethod
@@ -191,8 +193,11 @@ class RecordFormat(ABC):
                 self._maps[file] = found
                 if len(self._maps) > _MOST_MAPS:
                     self._maps.popitem(last=False)
-            else:
+            elif file not in self._offsets:
                 self._offsets[file] = found
+                self._offset_bytes += found.nbytes
+                while self._offset_bytes > _MOST_OFFSET_BYTES:
+                    self._offset_bytes -= self._offsets.popitem(last=False)[1].nbytes
         return found
 
 

@@ -71,10 +71,11 @@ def _chunk(filesystem: Any, name: str, file: File, number: int) -> bytes:
 
 
 def _kept(path: Path, size: int) -> bytes | None:
-    """Return a chunk of the cache. Its name is that of one version of a file, and it is renamed when it is whole."""
+    """Return a chunk of the cache, or None. Its name is that of one version of a file; its checksum follows it."""
     with contextlib.suppress(OSError):
-        data = path.read_bytes()
-        if len(data) == size:
+        kept = path.read_bytes()
+        data = kept[:size]
+        if kept[size:] == xxhash.xxh3_64_digest(data):
             os.utime(path)
             return data
     return None
@@ -126,7 +127,7 @@ def _keep(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        temporary.write_bytes(data)
+        temporary.write_bytes(data + xxhash.xxh3_64_digest(data))
         temporary.rename(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -49,6 +49,8 @@ class FileSource:
     ):
         if on_error not in get_args(OnError):
             raise ValueError(describe("on_error", on_error, "'raise' or 'skip'", "choose one of the two"))
+        if isinstance(paths, Iterator):  # they are listed several times
+            paths = [*paths]
         self._scan, self._format = Scan(paths, file_format, on_error, arguments or {}, on_scanned), file_format
         self._use(self._scan.files({}))
         self.structure = agree_on_columns(lambda: self.read(np.zeros(1, np.int64)))
