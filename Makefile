@@ -1,23 +1,27 @@
 # Every target sets up what it needs, by itself, in $(VENV); the second time is fast.
 
 VENV   ?= .venv
-PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; do \
-	"$$p" -c 'import sys, ensurepip, venv; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' \
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10 python3.14; do \
+	"$$p" -c 'import sys, ensurepip, venv; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' \
 	2>/dev/null && echo "$$p" && break; done)
-# Open MPI's wheel exists for x86_64; elsewhere Horovod brings its own Gloo. MPI=system takes yours.
-MPI    ?= $(if $(filter x86_64,$(shell uname -m)),wheel,none)
+# Open MPI's wheel exists for these; elsewhere Horovod brings its own Gloo. MPI=system takes yours.
+MPI    ?= $(if $(filter x86_64 aarch64,$(shell uname -m)),wheel,none)
 NP     ?= 4
 # Scripts in benchmarks/ and proofs/, half an hour in all; BENCH=failure (10 minutes, root, several hosts), comeback,
 # many_ranks, large_input (20 GB of disk) and false_alarms only by name.
 BENCH  ?= dense fit allreduce ring scaling embedding checkpoint startup loss_curves resume large_table \
 	control_plane input
 
+# Text in the first cells of a row of docs/compatibility.md.
+ONLY   ?=
+
 BIN := $(abspath $(VENV))/bin
 # The environment's programs come first; root, and more ranks than cores, are fine on one's own machine.
 RUN := env PATH="$(BIN):$$PATH" OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 	OMPI_MCA_rmaps_base_oversubscribe=1
 
-.PHONY: help setup demo test lint docs-check tutorials tutorials-check bench compatibility lock clean
+.PHONY: help setup demo test lint docs docs-check tutorials tutorials-check bench dist dist-check compatibility lock \
+	clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -30,15 +34,20 @@ demo: setup ## train the CIFAR-10 network on real images over $(NP) ranks
 test: setup ## run every test: one process, 1 to 4 ranks under MPI, Gloo, jobs that fail
 	$(RUN) python tests/run.py
 
-lint: $(VENV)/.packages ## ruff (rules, format) and mypy
+lint: $(VENV)/.packages ## ruff (rules, format), mypy, and the schema of the workflows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 docs-check: setup ## run the examples in the docstrings and documents, check the documents' links
 	$(RUN) python -m pytest -q --doctest-modules hvdkit
 	$(BIN)/python tools/check_links.py
 	$(BIN)/python tools/check_docs.py
+
+docs: .cache/docs/.made ## build the documentation site: site/index.html
+	NO_MKDOCS_2_WARNING=1 .cache/docs/bin/mkdocs build
+	.cache/docs/bin/python tools/check_site.py
 
 tutorials: setup .cache/tutorials/.made ## execute the tutorials' notebooks, and write their outputs to docs/tutorials
 	@$(RUN) .cache/tutorials/bin/python tools/tutorials.py
@@ -53,33 +62,57 @@ bench: setup ## measure hvdkit beside its peers and write the report; BENCH="den
 	done
 	@$(RUN) python benchmarks/report.py
 
-compatibility: $(VENV)/.packages ## build and try Horovod on other versions, rewrite docs/compatibility.md
-	$(BIN)/python tools/compatibility.py
+dist: $(VENV)/.packages ## build the source archive and the wheel of the last commit in dist/
+	$(BIN)/python tools/build_dist.py
+
+dist-check: setup ## install them with pip and uv as docs/install.md says, and run two ranks
+	$(RUN) python tools/check_dist.py
+
+compatibility: $(VENV)/.packages ## build and test with other versions, rewrite docs/compatibility.md; ONLY=2.19.1 picks
+	$(BIN)/python tools/compatibility.py --only "$(ONLY)"
 
 lock: $(VENV)/.packages ## pin the newest versions of all dependencies
-	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip compile --upgrade --universal --python-version 3.10 --no-emit-index-url \
 		--no-emit-find-links --custom-compile-command "make lock" --extra cpu --extra files \
 		setup.cfg requirements/dev.in --output-file requirements/lock.txt
+	$(BIN)/uv pip compile --upgrade --universal --python-version 3.14 --no-emit-index-url \
+		--no-emit-find-links --custom-compile-command "make lock" --extra cpu --extra files \
+		setup.cfg requirements/dev.in requirements/python-3.14.in --output-file requirements/lock-3.14.txt
+	$(BIN)/uv pip compile --upgrade --universal --python-version 3.10 --no-emit-index-url \
+		--no-emit-find-links --custom-compile-command "make lock" \
+		setup.cfg requirements/docs.in --output-file requirements/docs.txt
 	$(BIN)/uv pip compile --upgrade --universal --python-version 3.10 --no-emit-index-url \
 		--no-emit-find-links --custom-compile-command "make lock" \
 		requirements/tutorials.in --output-file requirements/tutorials.txt
 
-clean: ## remove the environment and all caches in this folder
-	rm -rf $(VENV) .cache/peers .cache/tutorials build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+clean: ## remove the environments and all caches in this folder
+	rm -rf $(VENV) .cache/docs .cache/peers .cache/tutorials site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache \
+		.hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- the environment, a stamp for each part ---------------------------------------------------
 
+CHECK_PYTHON = $(if $(PYTHON),,$(error No Python 3.10 to 3.14 with the venv module found. Install one \
+	(on Debian: python3-venv), or name it: make PYTHON=/path/to/python3))
+
 $(VENV)/.made:
-	$(if $(PYTHON),,$(error No Python 3.10 to 3.13 with the venv module found. Install one \
-		(on Debian: python3-venv), or name it: make PYTHON=/path/to/python3))
+	$(CHECK_PYTHON)
 	$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
 
-$(VENV)/.packages: $(VENV)/.made requirements/lock.txt setup.cfg pyproject.toml
-	$(BIN)/python -m pip install --disable-pip-version-check --requirement requirements/lock.txt
+# Pins for Python 3.14, for which only a release candidate of TensorFlow has wheels.
+LOCK = requirements/lock$(if $(shell ls -d $(VENV)/lib/python3.14 2>/dev/null),-3.14).txt
+
+$(VENV)/.packages: $(VENV)/.made $(wildcard requirements/lock*.txt) setup.cfg pyproject.toml
+	$(BIN)/python -m pip install --disable-pip-version-check --requirement $(LOCK)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --editable .
+	@touch $@
+
+# The site needs no TensorFlow, and gets a separate environment, which takes half a minute.
+.cache/docs/.made: requirements/docs.txt
+	$(CHECK_PYTHON)
+	$(PYTHON) -m venv --clear .cache/docs
+	.cache/docs/bin/python -m pip install --disable-pip-version-check --quiet --requirement requirements/docs.txt
 	@touch $@
 
 $(VENV)/.horovod: $(VENV)/.packages $(wildcard hvdkit/commands/build_horovod/*.py)

@@ -4,7 +4,8 @@ Invalid arguments raise ``ValueError`` or ``TypeError``. Errors of the job as a 
 so that user scripts can catch them in one place.
 
 Every message contains the argument, the actual value, the expected value and the remedy; if ranks differ, it names the
-rank. :func:`describe` formats such a message; :func:`integer` checks an argument.
+rank. :func:`describe` formats such a message; :func:`see` names a page of the documentation; :func:`integer`
+checks an argument.
 """
 
 from __future__ import annotations
@@ -17,9 +18,21 @@ class HvdkitError(RuntimeError):
 
     Attributes:
         exit_code: the exit code of a rank that does not catch the error.
+        page: the page of the documentation about such errors, ``PAGE`` or ``PAGE#SECTION``. A report of an uncaught
+            error ends with it.
+
+    Examples:
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> try:
+        ...     hk.checkpoint.restore("runs/no-such-run", {"step": 0})
+        ... except hk.HvdkitError as error:
+        ...     print(type(error).__name__, error.exit_code)
+        CheckpointError 1
     """
 
     exit_code: int = 1
+    page: str | None = None
 
     # AutoGraph recreates errors that leave a ``tf.function``. It only keeps the class if the constructor is that of
     # Exception; otherwise it raises a StagingError, which callers cannot catch by name.
@@ -27,27 +40,112 @@ class HvdkitError(RuntimeError):
 
 
 class ClusterError(HvdkitError):
-    """The ranks are not set up as the launcher or the caller requested."""
+    """The ranks are not set up as the launcher or the caller requested.
+
+    Examples:
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> hk.init(mesh={"model": hk.size()})
+        Traceback (most recent call last):
+            ...
+        hvdkit.errors.ClusterError: mesh: got {'model': ...}, expected {'data': ...}, as in the first hk.init(); ...
+    """
+
+    page = "launching"
 
 
 class CollectiveMismatchError(HvdkitError):
-    """Ranks called different collectives, or the same collective with incompatible tensors."""
+    """Ranks called different collectives, or the same collective with incompatible tensors.
+
+    Every rank that takes part raises it, and the message names the ranks that differ.
+
+    Examples:
+        >>> import numpy as np
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> try:
+        ...     total = hk.allreduce(np.zeros(hk.rank() + 1), hk.Sum)  # another shape on each rank
+        ...     fits = True
+        ... except hk.CollectiveMismatchError:
+        ...     fits = False
+        >>> fits == (hk.size() == 1)
+        True
+    """
+
+    page = "collectives#errors"
 
 
 class CheckpointError(HvdkitError):
-    """A checkpoint cannot be written, found or restored."""
+    """A checkpoint cannot be written, found or restored.
+
+    Examples:
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> try:
+        ...     hk.checkpoint.restore("runs/no-such-run", {"step": 0})
+        ... except hk.CheckpointError as error:
+        ...     print(error)
+        runs/no-such-run: is not a checkpoint: it has no manifest.json; pass a folder such as step-000001200
+    """
+
+    page = "checkpoints"
 
 
 class CorruptCheckpointError(CheckpointError):
-    """The contents of a checkpoint differ from what was saved."""
+    """The contents of a checkpoint differ from what was saved.
+
+    Examples:
+        >>> import tempfile
+        >>> import numpy as np
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> path = hk.checkpoint.save(hk.broadcast_object(tempfile.mkdtemp()), {"weights": np.ones(3)})
+        >>> if hk.is_chief():  # a disk error
+        ...     _ = (path / "replicated.safetensors").write_bytes(b"")
+        >>> try:
+        ...     hk.checkpoint.restore(path, {"weights": np.zeros(3)})
+        ... except hk.CorruptCheckpointError as error:
+        ...     print(error)
+        /.../replicated.safetensors: has 0 bytes, but 152 were written (truncated?)
+    """
+
+    page = "checkpoints#the-tools"
 
 
 class DataError(HvdkitError):
-    """A data file is damaged, or has changed or disappeared while it was used."""
+    """A data file is damaged, or has changed or disappeared while it was used.
+
+    Examples:
+        >>> import pathlib, tempfile
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> path = pathlib.Path(hk.broadcast_object(tempfile.mkdtemp())) / "clicks.parquet"
+        >>> if hk.is_chief():
+        ...     _ = path.write_bytes(b"not Parquet")
+        >>> hk.barrier()
+        >>> try:
+        ...     rows = hk.data.parquet(path)
+        ... except hk.DataError as error:
+        ...     print(error)
+        /.../clicks.parquet is not a whole Parquet file: Parquet magic bytes not found in footer...
+    """
+
+    page = "data#bad-files"
 
 
 class PlanError(HvdkitError):
-    """No placement of the tables fits the available memory."""
+    """No placement of the tables fits the available memory.
+
+    Examples:
+        >>> import hvdkit as hk
+        >>> try:
+        ...     hk.plan_tables([hk.layers.Table("items", 10_000_000, 64)], 4, memory_bytes=500_000_000)
+        ... except hk.PlanError as error:
+        ...     print(error)
+        memory_bytes: got 500,000,000 (476.8 MiB), expected at least ..., which rank 0 of 4 needs; start more ranks, ...
+    """
+
+    page = "embeddings#where-tables-go"
 
 
 class NonFiniteError(HvdkitError):
@@ -55,13 +153,31 @@ class NonFiniteError(HvdkitError):
 
     The rank exits with code 65 (EX_DATAERR of sysexits.h). ``hvdkit run`` does not restart the job, as the same steps
     would give the same values.
+
+    Attributes:
+        exit_code: 65.
+
+    Examples:
+        >>> import tempfile
+        >>> import tensorflow as tf
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> weights = tf.Variable([1.0, float("nan")], name="weights")
+        >>> try:
+        ...     hk.checkpoint.save(hk.broadcast_object(tempfile.mkdtemp()), {"weights": weights}, step=7)
+        ... except hk.NonFiniteError as error:
+        ...     print(error)
+        weights: got nan in rows 0 to 1, expected finite numbers, on rank 0 at step 7; this checkpoint is not saved, ...
     """
 
     exit_code = 65
+    page = "supervisor#values-that-are-not-finite"
 
 
 class BuildError(HvdkitError):
     """Horovod could not be built; the message says what is missing."""
+
+    page = "compatibility"
 
 
 def describe(argument: str, got: object, expected: str, remedy: str) -> str:
@@ -73,6 +189,16 @@ def describe(argument: str, got: object, expected: str, remedy: str) -> str:
     """
     shown = got if isinstance(got, str) else repr(got)
     return f"{argument}: got {shown}, expected {expected}; {remedy}"
+
+
+def see(page: str) -> str:
+    """Return the end of a message that names a page of the documentation. A test checks that the page exists.
+
+    Example:
+        >>> see("launching#hosts")
+        'see `hvdkit docs launching#hosts`'
+    """
+    return f"see `hvdkit docs {page}`"
 
 
 def integer(name: str, value: object, *, minimum: int) -> int:

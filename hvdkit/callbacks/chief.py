@@ -23,12 +23,25 @@ def on_chief(callback: Any) -> keras.callbacks.Callback:
     Args:
         callback: any Keras callback, created on every rank.
 
+    Returns:
+        A Keras callback.
+
     Raises:
         TypeError: ``callback`` is not a Keras callback.
 
-    Example::
-
-        model.fit(x, y, callbacks=[hk.callbacks.on_chief(keras.callbacks.ModelCheckpoint("best.keras"))])
+    Examples:
+        >>> import pathlib, tempfile
+        >>> import keras
+        >>> import numpy as np
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> x, y = np.ones((32, 4)), np.ones((32, 1))
+        >>> log = pathlib.Path(tempfile.mkdtemp(), "log.csv")
+        >>> history = hk.fit(model, x, y, verbose=0, callbacks=[hk.callbacks.on_chief(keras.callbacks.CSVLogger(log))])
+        >>> log.exists() == hk.is_chief()
+        True
     """
     if not isinstance(callback, keras.callbacks.Callback):
         raise TypeError(describe("callback", callback, "a Keras callback", "pass an object, not its class"))

@@ -22,14 +22,23 @@ class MetricAverage(keras.callbacks.Callback):
     ranks' results would not do that. Metrics whose state is not a sum cannot be combined this way. Weighted metrics
     use the sample weights passed to them, including those of ``GlobalBatches``. During validation, and from the end of
     an epoch until the next one, moving statistics of BatchNormalization layers are averaged over ranks
-    (:func:`hvdkit.layers.average_moving_statistics`); these averages are evaluated and saved by other callbacks.
+    (``hk.layers.average_moving_statistics``); these averages are evaluated and saved by other callbacks.
 
     Users put it before callbacks that read the metrics (ModelCheckpoint, EarlyStopping). After ``model.evaluate``, call
-    :meth:`results`.
+    ``results``.
 
-    Example::
-
-        model.fit(x, y, validation_data=(xv, yv), callbacks=[hk.callbacks.MetricAverage()])
+    Examples:
+        >>> import keras
+        >>> import numpy as np
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile(hk.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", metrics=["mae"])
+        >>> x, y = np.ones((32, 4), "float32"), np.ones((32, 1), "float32")  # this rank's data
+        >>> callbacks = [hk.callbacks.BroadcastInitial(), hk.callbacks.MetricAverage()]
+        >>> history = model.fit(x, y, validation_data=(x, y), verbose=0, callbacks=callbacks)
+        >>> sorted(history.history)  # over the samples of all ranks
+        ['loss', 'mae', 'val_loss', 'val_mae']
     """
 
     def __init__(self) -> None:
@@ -43,10 +52,24 @@ class MetricAverage(keras.callbacks.Callback):
     def results(model: keras.Model) -> dict[str, float]:
         """Return the metrics of ``model`` combined over all ranks. Every rank must call it.
 
-        Example::
+        Args:
+            model: a compiled Keras model, after ``model.evaluate`` on this rank's data.
 
-            model.evaluate(x_local, y_local, verbose=0)
-            print(hk.callbacks.MetricAverage.results(model)["accuracy"])
+        Returns:
+            The results by name, the same on every rank.
+
+        Examples:
+            >>> import keras
+            >>> import numpy as np
+            >>> import hvdkit as hk
+            >>> cluster = hk.init()
+            >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+            >>> model.compile(hk.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", metrics=["mae"])
+            >>> x, y = np.ones((32, 4), "float32"), np.ones((32, 1), "float32")  # this rank's data
+            >>> hk.broadcast_variables(model.variables)
+            >>> local = model.evaluate(x, y, verbose=0)
+            >>> sorted(hk.callbacks.MetricAverage.results(model))
+            ['loss', 'mae']
         """
         note_combined(model)
         variables = [v for metric in model.metrics for v in metric.variables]

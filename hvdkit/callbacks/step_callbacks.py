@@ -47,7 +47,11 @@ class _StepCounter(keras.callbacks.Callback):
         return {"steps": self._done}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from the ``state`` of an earlier run."""
+        """Continue from the ``state`` of an earlier run.
+
+        Args:
+            state: as saved.
+        """
         self._before_epoch = self._done = state["steps"]
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, float] | None = None) -> None:
@@ -55,7 +59,14 @@ class _StepCounter(keras.callbacks.Callback):
         self._before_epoch = self._done
 
     def count(self, batch: int) -> int:
-        """Return the number of steps done after Keras's ``batch``; idempotent."""
+        """Return the number of steps done after Keras's ``batch``; idempotent.
+
+        Args:
+            batch: the batch's number in its epoch, or with ``steps_per_execution`` that of the last one.
+
+        Returns:
+            Steps since the first ``fit``.
+        """
         self._done = self._before_epoch + batch + 1
         _report_to_profile(self, self._done)
         return self._done
@@ -88,7 +99,7 @@ class LearningRateWarmup(_StepCounter):
     The optimizer's learning rate must be the rate for one rank: ``SGD(0.1)``, not ``SGD(0.1 * hk.size())``, which would
     be scaled twice. Users whose rate is already scaled for all ranks pass it as ``initial_lr``, as for Horovod's
     callback; the rate then grows from ``initial_lr / scale`` to ``initial_lr``. For decaying rates, use
-    :class:`hvdkit.schedules.Warmup`, which has the same formula and source.
+    ``hk.schedules.Warmup``, which has the same formula and source.
 
     A run that resumes from a checkpoint keeps its original rate and factor, even on another number of ranks, as the
     global batch does not change.
@@ -102,9 +113,25 @@ class LearningRateWarmup(_StepCounter):
         ValueError: ``steps`` is negative, or ``scale`` or ``initial_lr`` is not positive.
         TypeError: when training begins, if the optimizer's rate is a schedule.
 
-    Example::
+    Examples:
+        >>> import keras
+        >>> import numpy as np
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile(hk.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        >>> x, y = np.ones((32, 4), "float32"), np.ones((32, 1), "float32")  # this rank's data
+        >>> warmup = hk.callbacks.LearningRateWarmup(steps=8, scale=4)  # scale: by default hk.size()
+        >>> history = model.fit(x, y, batch_size=2, verbose=0, callbacks=[hk.callbacks.BroadcastInitial(), warmup])
+        >>> round(float(model.optimizer.learning_rate), 6)  # 4 * 0.1, after 16 steps
+        0.4
 
-        model.fit(x, y, callbacks=[hk.callbacks.LearningRateWarmup(steps=500)])
+        A checkpoint saves its state automatically; to do so manually:
+
+        >>> resumed = hk.callbacks.LearningRateWarmup(steps=8)
+        >>> resumed.restore(warmup.state)
+        >>> resumed.state["steps"]
+        16
     """
 
     def __init__(self, steps: int = 500, *, scale: float | None = None, initial_lr: float | None = None) -> None:
@@ -141,7 +168,11 @@ class LearningRateWarmup(_StepCounter):
         return {**super().state, "base": self._base, "factor": self._factor, "reached": self._reached}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from the ``state`` of an earlier run, regardless of the optimizer's current rate."""
+        """Continue from the ``state`` of an earlier run, regardless of the optimizer's current rate.
+
+        Args:
+            state: as saved.
+        """
         super().restore(state)
         if state["base"] is not None:  # None if the state was saved before training began
             self._base, self._factor, self._reached = state["base"], state["factor"], state["reached"]
@@ -162,14 +193,35 @@ class LearningRateWarmup(_StepCounter):
 class StopOnNonFinite(_StepCounter):
     """Stop training when the loss becomes NaN or infinite, and report the step and the rank.
 
-    The affected rank raises NonFiniteError, which ends the whole job.
+    The error of the affected rank ends the whole job.
 
     Args:
         stop: False to warn once and continue.
 
-    Example::
+    Raises:
+        NonFiniteError: in ``fit``, on the rank whose loss is NaN or infinite.
 
-        model.fit(x, y, callbacks=[hk.callbacks.StopOnNonFinite()])
+    Examples:
+        >>> import keras
+        >>> import numpy as np
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile(hk.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        >>> x, y = np.ones((32, 4), "float32"), np.ones((32, 1), "float32")  # this rank's data
+        >>> y[3] = np.nan
+        >>> try:
+        ...     history = model.fit(x, y, verbose=0, callbacks=[hk.callbacks.StopOnNonFinite()])
+        ... except hk.NonFiniteError as error:
+        ...     print(error)
+        loss: got nan at step 1 on rank ..., expected a finite number; lower the learning rate or clip
+
+        The steps done are saved in checkpoints automatically; to do so manually:
+
+        >>> callback = hk.callbacks.StopOnNonFinite()
+        >>> callback.restore({"steps": 100})
+        >>> callback.state
+        {'steps': 100}
     """
 
     def __init__(self, *, stop: bool = True) -> None:
@@ -189,18 +241,33 @@ class StopOnNonFinite(_StepCounter):
 class StopOnDivergence(_StepCounter):
     """Stop training when parameters or optimizer slots have diverged between ranks.
 
-    All ranks compare them bit for bit every few steps (:class:`hvdkit.supervisor.divergence.DivergenceDetector`) and
-    raise CollectiveMismatchError, which names the rank, the variable and the step. Put it after BroadcastInitial.
+    All ranks compare them bit for bit every few steps. Put it after BroadcastInitial.
 
     Args:
         every: steps between comparisons.
 
     Raises:
         ValueError: ``every`` is not an integer >= 1.
+        TypeError: ``every`` is not an integer.
+        CollectiveMismatchError: in ``fit``, if ranks differ; the message names the rank, the variable and the step.
 
-    Example::
+    Examples:
+        >>> import keras
+        >>> import numpy as np
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile(hk.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        >>> x, y = np.ones((32, 4), "float32"), np.ones((32, 1), "float32")  # this rank's data
+        >>> callbacks = [hk.callbacks.BroadcastInitial(), hk.callbacks.StopOnDivergence(every=500)]
+        >>> history = model.fit(x, y, verbose=0, callbacks=callbacks)
 
-        model.fit(x, y, callbacks=[hk.callbacks.BroadcastInitial(), hk.callbacks.StopOnDivergence(every=500)])
+        The steps done are saved in checkpoints automatically; to do so manually:
+
+        >>> resumed = hk.callbacks.StopOnDivergence(every=500)
+        >>> resumed.restore(callbacks[1].state)
+        >>> resumed.state
+        {'steps': 1}
     """
 
     def __init__(self, every: int = 500) -> None:
@@ -213,14 +280,25 @@ class StopOnDivergence(_StepCounter):
 
 
 def check_finite(loss: float, *, step: int, stop: bool = True) -> None:
-    """Raise (or warn, if ``stop`` is False) if this rank's ``loss`` is NaN or infinite.
+    """Raise an error (or warn, if ``stop`` is False) if this rank's ``loss`` is NaN or infinite.
+
+    Args:
+        loss: the loss of a step.
+        step: the step's number, for the message.
+        stop: False to log a warning instead.
 
     Raises:
         NonFiniteError: ``loss`` is NaN or infinite; the message names step and rank.
 
-    Example::
-
-        hk.callbacks.check_finite(float(loss), step=step)
+    Examples:
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> hk.callbacks.check_finite(0.25, step=6)
+        >>> try:
+        ...     hk.callbacks.check_finite(float("nan"), step=7)
+        ... except hk.NonFiniteError as error:
+        ...     print(error)
+        loss: got nan at step 7 on rank ..., expected a finite number; lower the learning rate or clip
     """
     if math.isfinite(loss):
         return
@@ -234,18 +312,24 @@ def check_finite(loss: float, *, step: int, stop: bool = True) -> None:
 class StepLog(_StepCounter):
     """Log step, loss, examples/sec and sec/batch on the chief every few steps, as in the CIFAR-10 tutorial.
 
-    Use it as a callback in ``fit``, or call :meth:`step` in a custom training loop. To resume such a loop from a
+    Use it as a callback in ``fit``, or call ``step`` in a custom training loop. To resume such a loop from a
     checkpoint, save it as well: ``hk.Supervisor(..., state={"log": log})``.
 
     Args:
         global_batch_size: examples per step, over all ranks.
         every: steps between log lines.
 
-    Example::
+    Raises:
+        ValueError: an argument is not at least 1.
 
-        log = hk.callbacks.StepLog(global_batch_size=128)
-        for step, batch in enumerate(batches, start=1):
-            log.step(step, train_step(batch))
+    Examples:
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> log = hk.callbacks.StepLog(global_batch_size=128, every=10)
+        >>> for step, loss in enumerate([0.5] * 20, start=1):
+        ...     log.step(step, loss)  # on stderr: ... step 10, loss = 0.50 (... examples/sec; ... sec/batch)
+        >>> resumed = hk.callbacks.StepLog(global_batch_size=128)
+        >>> resumed.restore(log.state)
     """
 
     def __init__(self, global_batch_size: int, *, every: int = 10) -> None:
@@ -258,7 +342,11 @@ class StepLog(_StepCounter):
         self._since = time.perf_counter()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from the ``state`` of an earlier run, excluding the time in between."""
+        """Continue from the ``state`` of an earlier run, excluding the time in between.
+
+        Args:
+            state: as saved.
+        """
         super().restore(state)
         self._logged = self._done
         self._since = time.perf_counter()
@@ -274,7 +362,12 @@ class StepLog(_StepCounter):
             self.step(step, allreduce(float((logs or {}).get("loss", math.nan))))
 
     def step(self, step: int, loss: Any) -> None:
-        """Log a line on the chief if ``step`` (counted from 1) is due. ``loss`` is only read in that case."""
+        """Log a line on the chief if ``step`` is due.
+
+        Args:
+            step: the number of the step, from 1.
+            loss: a number or scalar tensor, only read if a line is due.
+        """
         self._done = step
         _report_to_profile(self, step)
         if not self._due(step):

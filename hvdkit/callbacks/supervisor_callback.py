@@ -22,31 +22,44 @@ if TYPE_CHECKING:
 
 
 class SupervisorCallback(keras.callbacks.Callback):
-    """Run :class:`hvdkit.Supervisor` in ``model.fit``: restore or initialize, save, write summaries, and stop.
+    """Run ``hk.Supervisor`` in ``model.fit``: restore or initialize, save, write summaries, and stop.
 
     When the user starts the same script again, ``fit`` resumes at the epoch and batch of the last save. Replaces
-    :class:`BroadcastInitial`, ``keras.callbacks.BackupAndRestore`` and ``keras.callbacks.TensorBoard``. Put callbacks
-    that read the restored state after it, and callbacks that change saved state after each step before it.
+    ``hk.callbacks.BroadcastInitial``, ``keras.callbacks.BackupAndRestore`` and ``keras.callbacks.TensorBoard``. Put
+    callbacks that read the restored state after it, and callbacks that change saved state after each step before it.
 
     Args:
         logdir: the run's folder, shared by all ranks.
         until: end ``fit`` after this total number of steps; a run that has already reached it doesn't train.
         data: the ``GlobalBatches`` whose ``as_keras()`` is passed to ``fit``; its position is saved. Without it,
             ``fit`` resumes at the beginning of its last epoch.
-        variables: as for :class:`hvdkit.Supervisor`.
-        state: as for :class:`hvdkit.Supervisor`. States of hvdkit's callbacks (warm-up, step counts) are also saved.
-        **options: any other argument of :class:`hvdkit.Supervisor`: ``save_model_secs``, ``max_to_keep``, ...
+        variables: as for ``hk.Supervisor``.
+        state: as for ``hk.Supervisor``. States of hvdkit's callbacks (warm-up, step counts) are also saved.
+        **options: any other argument of ``hk.Supervisor``: ``save_model_secs``, ``max_to_keep``, ...
 
     Attributes:
         supervisor: the session of the current or last ``fit``; None before the first.
 
     Raises:
-        The errors of the Supervisor; SystemExit with code 75 at the end of ``fit`` after SIGTERM or SIGINT.
+        HvdkitError: in ``fit``, as for ``hk.Supervisor``.
+        SystemExit: at the end of ``fit`` after SIGTERM or SIGINT, with code 75.
 
-    Example::
-
-        supervisor = hk.callbacks.SupervisorCallback("runs/mnist", data=batches, save_model_secs=60)
-        model.fit(batches.as_keras(), epochs=10, callbacks=[supervisor, hk.callbacks.MetricAverage()])
+    Examples:
+        >>> import tempfile
+        >>> import keras
+        >>> import numpy as np
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile(hk.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        >>> data = np.ones((24, 4), "float32"), np.ones((24, 1), "float32")
+        >>> batches = hk.data.GlobalBatches(data, 12, shuffle_seed=0)
+        >>> logdir = hk.broadcast_object(tempfile.mkdtemp())  # one folder for all ranks, e.g. "runs/mnist"
+        >>> supervisor = hk.callbacks.SupervisorCallback(logdir, data=batches, save_model_secs=60)
+        >>> callbacks = [supervisor, hk.callbacks.MetricAverage()]
+        >>> history = model.fit(batches.as_keras(), epochs=3, verbose=0, callbacks=callbacks)
+        >>> supervisor.supervisor.global_step, hk.checkpoint.latest(logdir).name
+        (6, 'step-000000006')
     """
 
     def __init__(
@@ -92,7 +105,10 @@ class SupervisorCallback(keras.callbacks.Callback):
         self.model._initial_epoch = sys.maxsize if self._is_done() else epoch
         self._remaining_steps = 0
         if done_steps and self._data is None:
-            message = "fit: continues at step %d, in the middle of an epoch, whose batches are repeated; pass data="
+            message = (
+                "fit: continues at step %d, in the middle of an epoch, whose batches are repeated; to continue within "
+                "the epoch, pass hk.data.GlobalBatches, to hk.fit as x, to SupervisorCallback as data="
+            )
             if cluster.is_chief():
                 get_logger().warning(message, step)
         elif done_steps and steps:

@@ -51,13 +51,23 @@ def export_npy(
 
     Raises:
         ValueError: ``directory`` is not empty, or a name does not match any tensor.
+        TypeError: ``names`` is a single string.
         CheckpointError: no checkpoint is found, or a file cannot be written.
         CorruptCheckpointError: the bytes differ from those saved; the message names file, tensor and rows.
 
-    Example::
-
-        hk.checkpoint.export_npy("runs/mnist", "weights", ["model/*"])
-        kernel = np.load("weights/model/dense/kernel.npy", mmap_mode="r")
+    Examples:
+        >>> import tempfile
+        >>> import numpy as np
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> state = {"weights": {"kernel": np.ones((3, 2)), "bias": np.zeros(2)}, "step": 100}
+        >>> path = hk.checkpoint.save(hk.broadcast_object(tempfile.mkdtemp()), state)
+        >>> target = tempfile.mkdtemp()
+        >>> files = hk.checkpoint.export_npy(path, target, ["weights/k*"])
+        >>> [str(file.relative_to(target)) for file in files]
+        ['weights/kernel.npy', 'values.json']
+        >>> np.load(files[0], mmap_mode="r").shape
+        (3, 2)
     """
     path, directory = newest_at(Path(path)), Path(directory)
     manifest = Manifest.load(path)

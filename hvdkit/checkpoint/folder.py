@@ -98,11 +98,23 @@ def latest(folder: Path) -> Path | None:
     Args:
         folder: a folder of ``step-...`` folders, or a ``logdir`` whose ``checkpoints`` folder contains them.
 
-    Example::
+    Returns:
+        The path of the checkpoint with the highest step.
 
-        path = hk.checkpoint.latest("runs/mnist")
-        if path is not None:
-            hk.checkpoint.restore(path, {"model": model})
+    Examples:
+        >>> import tempfile
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> logdir = hk.broadcast_object(tempfile.mkdtemp())  # one folder for all ranks
+        >>> for step in 100, 200:
+        ...     path = hk.checkpoint.save(f"{logdir}/step-{step:09}", {"step": step})
+        >>> path = hk.checkpoint.latest(logdir)
+        >>> path.name
+        'step-000000200'
+        >>> hk.checkpoint.restore(path, {"step": 0})
+        {'step': 200}
+        >>> hk.checkpoint.latest("runs/no-such-run") is None
+        True
     """
     folder = Path(folder)
     inner = folder / "checkpoints"

@@ -153,18 +153,31 @@ def inspect(path: str | Path) -> Inspection | Listing:
         path: a checkpoint, a folder of checkpoints, or a ``logdir`` whose ``checkpoints`` folder contains them.
 
     Returns:
-        An :class:`Inspection` for a checkpoint, a :class:`Listing` for a folder. Print it, use its attributes, or
-        ``as_dict()``.
+        An ``Inspection`` for a checkpoint, a ``Listing`` for a folder. Print it, use its attributes, or
+            ``as_dict()``.
 
     Raises:
         CheckpointError: no checkpoint is found.
         CorruptCheckpointError: ``path`` is a checkpoint whose manifest cannot be read.
 
-    Example::
-
-        print(hk.checkpoint.inspect("runs/mnist"))
-        for variable in hk.checkpoint.inspect("runs/mnist/checkpoints/step-000001200").variables:
-            print(variable.name, variable.shape)
+    Examples:
+        >>> import tempfile
+        >>> import numpy as np
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> logdir = hk.broadcast_object(tempfile.mkdtemp())  # one folder for all ranks
+        >>> path = hk.checkpoint.save(f"{logdir}/step-000000100", {"kernel": np.ones((3, 2)), "epoch": 4})
+        >>> found = hk.checkpoint.inspect(path)
+        >>> found.step, found.values
+        (100, {'epoch': 4})
+        >>> for variable in found.variables:
+        ...     print(variable.name, variable.kind, variable.shape, variable.dtype)
+        kernel replicated (3, 2) float64
+        >>> print(hk.checkpoint.inspect(logdir))
+        /...
+        <BLANKLINE>
+        checkpoint      step  ranks  bytes  created                    state
+        step-000000100   100      ...  176 B  ...  whole
     """
     path = Path(path)
     checkpoints = checkpoints_at(path)

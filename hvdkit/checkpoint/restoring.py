@@ -30,7 +30,7 @@ def restore(path: str | Path, into: Mapping[str, Any], *, gather: bool = False) 
         path: the checkpoint's folder.
         into: the state to restore: the one that was saved, or some of its keys. Variables, models, optimizers and
             generators are set in place.
-        gather: as for :func:`save`; the chief reads everything.
+        gather: as for ``hk.checkpoint.save``; the chief reads everything.
 
     Returns:
         ``into`` with arrays and plain values replaced by the saved ones.
@@ -40,10 +40,18 @@ def restore(path: str | Path, into: Mapping[str, Any], *, gather: bool = False) 
         CorruptCheckpointError: bytes differ from those saved; the message names rank, file and rows. Some variables
             may already have been set.
 
-    Example::
-
-        restored = hk.checkpoint.restore("ckpt/step-000000100", {"model": model, "global_step": 0})
-        print(restored["global_step"])
+    Examples:
+        >>> import tempfile
+        >>> import keras
+        >>> import numpy as np
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, kernel_initializer="ones")])
+        >>> path = hk.checkpoint.save(hk.broadcast_object(tempfile.mkdtemp()), {"model": model, "step": 100})
+        >>> model.set_weights([np.zeros((4, 2)), np.zeros(2)])
+        >>> restored = hk.checkpoint.restore(path, {"model": model, "step": 0})  # sets the model's variables
+        >>> restored["step"], model.layers[0].kernel.numpy().sum().item()
+        (100, 8.0)
     """
     path, state = Path(path), agreed_state(into)
     try:

@@ -54,11 +54,18 @@ def export_saved_model(
         CheckpointError: no checkpoint is found, it is from another model, or ``directory`` cannot be written.
         CorruptCheckpointError: the bytes differ from those saved; the message names file, tensor and rows.
 
-    Example::
-
-        hk.checkpoint.export_saved_model("runs/mnist", build_model(), "served/mnist/1")
-        served = tf.saved_model.load("served/mnist/1")
-        outputs = served.serve(images)
+    Examples:
+        >>> import tempfile
+        >>> import keras
+        >>> import tensorflow as tf
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        >>> path = hk.checkpoint.save(hk.broadcast_object(tempfile.mkdtemp()), {"model": model})
+        >>> directory = hk.checkpoint.export_saved_model(path, model, tempfile.mkdtemp())
+        >>> served = tf.saved_model.load(str(directory))
+        >>> served.serve(tf.ones([3, 4])).shape
+        TensorShape([3, 2])
     """
     path, directory = newest_at(Path(path)), Path(directory)
     check_target(directory, overwrite)

@@ -28,7 +28,9 @@ def save(path: str | Path, state: Mapping[str, Any], *, step: int | None = None,
 
     Args:
         path: the checkpoint's folder, e.g. ``runs/mnist/checkpoints/step-000001200``; replaced if it exists.
-        state: models, optimizers, variables, ... by name; see :func:`hvdkit.checkpoint.state.flatten`.
+        state: what to save, by name: Keras models, layers and optimizers; TensorFlow and Keras variables; arrays;
+            random generators; plain JSON values; objects with ``state`` and ``restore``, or that satisfy
+            ``hk.checkpoint.ShardedState``; mappings and sequences of all of these.
         step: steps trained, for the manifest; by default the number at the end of the path's name, or 0.
         gather: pass True if ranks do not share a file system: the chief writes everything, and receives the other
             ranks' parts over the network in pieces of about 1 MiB.
@@ -44,9 +46,21 @@ def save(path: str | Path, state: Mapping[str, Any], *, step: int | None = None,
         CollectiveMismatchError: ranks have different states; the message names rank and tensor.
         TypeError: the state contains an object that cannot be saved.
 
-    Example::
-
-        hk.checkpoint.save("ckpt/step-000000100", {"model": model, "optimizer": optimizer, "global_step": 100})
+    Examples:
+        >>> import tempfile
+        >>> import keras
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        >>> optimizer = keras.optimizers.Adam()
+        >>> optimizer.build(model.trainable_variables)
+        >>> folder = hk.broadcast_object(tempfile.mkdtemp())  # one folder for all ranks
+        >>> state = {"model": model, "optimizer": optimizer, "epoch": 4}
+        >>> path = hk.checkpoint.save(f"{folder}/step-000000100", state)
+        >>> sorted(file.name for file in path.iterdir())
+        ['manifest.json', 'replicated.safetensors']
+        >>> len(hk.checkpoint.inspect(path).variables)  # 2 of the model; 2 per variable and 2 of Adam
+        8
     """
     path, flattened = Path(path), agreed_state(state)
     if step is None:

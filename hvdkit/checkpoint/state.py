@@ -38,6 +38,29 @@ class ShardedState(Protocol):
         local_index: the global indices that this rank holds along each axis, in local order; may be empty. Over all
             ranks they cover the global array.
         local: this rank's part, a tensor or variable ``[len(i) for i in local_index]``.
+
+    Examples:
+        Each rank holds every N-th of 10 numbers:
+
+        >>> import tempfile
+        >>> import numpy as np
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> class Numbers:
+        ...     shape, dtype, partition = (10,), "float32", "mod"
+        ...     def __init__(self):
+        ...         self.local_index = (range(hk.rank(), 10, hk.size()),)
+        ...         self.local = np.float32(self.local_index[0])
+        ...     def assign_local(self, values):
+        ...         self.local = np.asarray(values)
+        >>> numbers = Numbers()
+        >>> isinstance(numbers, hk.checkpoint.ShardedState)
+        True
+        >>> path = hk.checkpoint.save(hk.broadcast_object(tempfile.mkdtemp()), {"numbers": numbers})
+        >>> numbers.assign_local(np.zeros_like(numbers.local))
+        >>> restored = hk.checkpoint.restore(path, {"numbers": numbers})
+        >>> numbers.local.tolist() == list(range(hk.rank(), 10, hk.size()))
+        True
     """
 
     shape: Any
@@ -53,7 +76,11 @@ class ShardedState(Protocol):
         """This rank's part."""
 
     def assign_local(self, values: np.ndarray | tf.Tensor) -> None:
-        """Set this rank's part to ``values``, an array or a tensor."""
+        """Set this rank's part.
+
+        Args:
+            values: the new values, with the shape of ``local``.
+        """
 
 
 def flatten(state: Mapping[str, Any]) -> State:

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from hvdkit.cluster.tensorflow_loading import load_tensorflow
-from hvdkit.errors import ClusterError, describe
+from hvdkit.errors import ClusterError, describe, see
 from hvdkit.machine.launcher import ALONE, LaunchedRank
 from hvdkit.machine.mpi import loaded_libraries
 
@@ -31,13 +31,16 @@ def load_horovod() -> ModuleType:
         if error.name is None or not error.name.startswith("horovod"):
             raise
         raise ImportError(
-            "hvdkit needs Horovod, which is not installed; run `hvdkit build-horovod` (about 2 minutes)",
+            "hvdkit needs Horovod, which is not installed; run `hvdkit build-horovod` (about 2 minutes); "
+            + see("compatibility"),
             name="horovod",
         ) from error
     except Exception as error:
+        cause = str(error).strip().partition("\n")[0]  # Horovod's next lines advise a pip install, which would fail
         raise ImportError(
-            f"Horovod is installed but cannot be loaded ({type(error).__name__}: {error}); it was probably built for "
-            "another TensorFlow: run `hvdkit build-horovod`, and `hvdkit doctor` to see what differs",
+            f"Horovod is installed but cannot be loaded ({type(error).__name__}: {cause}); it was probably built for "
+            "another TensorFlow: run `hvdkit build-horovod`, and `hvdkit doctor` to see what differs; "
+            + see("compatibility"),
             name="horovod",
         ) from error
     return hvd

@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext, suppress
 
 from hvdkit.cluster import log_filter
 from hvdkit.cluster.hwloc import bind_hwloc
+from hvdkit.machine import supported
 from hvdkit.machine.launcher import ALONE, launched_rank
 
 
@@ -49,7 +50,7 @@ def load_tensorflow() -> None:
         if error.name != "tensorflow":
             raise
         raise ImportError(
-            "hvdkit needs TensorFlow 2.16 to 2.21, which is not installed; "
+            f"hvdkit needs {supported.TENSORFLOW}, which is not installed; "
             "run `pip install 'hvdkit[cpu]'` (or `'hvdkit[gpu]'`)",
             name="tensorflow",
         ) from error

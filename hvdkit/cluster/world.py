@@ -39,6 +39,12 @@ class Cluster:
         hosts: the host name of each rank, in rank order.
         is_chief: True on rank 0, the only rank that writes checkpoints, summaries and messages for users.
         mesh: axis names and sizes, e.g. ``{"data": 4}``; their product is ``size``.
+
+    Examples:
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> isinstance(cluster, hk.Cluster), len(cluster.hosts) == cluster.size, cluster.mesh["data"] == cluster.size
+        (True, True, True)
     """
 
     rank: int
@@ -78,18 +84,20 @@ def init(mesh: Mapping[str, int] | None = None) -> Cluster:
         mesh: axis names and sizes whose product is the world size, e.g. ``{"data": 2, "model": 2}``. Ranks are
             consecutive along the last axis; batches differ along "data". Default: ``{"data": size}``.
 
+    Returns:
+        This process's rank, and the ranks, hosts and mesh of the job.
+
     Raises:
         ImportError: TensorFlow or Horovod is missing; the message includes the command that installs it.
         ClusterError: the world differs from the launcher's settings, was started with another mesh, or another rank's
             mesh is invalid.
         ValueError: the product of ``mesh`` is not the world size, or ``HVDKIT_PROFILE`` is invalid.
 
-    Example::
-
-        import hvdkit as hk
-        cluster = hk.init()
-        print(f"rank {cluster.rank} of {cluster.size} on {cluster.hosts[cluster.rank]}")
-        # rank 0 of 1 on localhost
+    Examples:
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> print(f"rank {cluster.rank} of {cluster.size} on {cluster.hosts[cluster.rank]}")
+        rank ... of ... on ...
     """
     global _world
     with _lock:
@@ -277,34 +285,98 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """Return the number of this process, 0 to ``size() - 1``. Raises ClusterError before :func:`init`."""
+    """Return the number of this process, 0 to ``size() - 1``.
+
+    Raises:
+        ClusterError: before ``hk.init``.
+
+    Examples:
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> 0 <= hk.rank() < hk.size()
+        True
+    """
     return _current().cluster.rank
 
 
 def size() -> int:
-    """Return the number of processes. Raises ClusterError before :func:`init`."""
+    """Return the number of processes.
+
+    Raises:
+        ClusterError: before ``hk.init``.
+
+    Examples:
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> hk.allreduce(1, hk.Sum) == hk.size()
+        True
+    """
     return _current().cluster.size
 
 
 def local_rank() -> int:
-    """Return the number of this process on its host. Raises ClusterError before :func:`init`."""
+    """Return the number of this process on its host, 0 to ``local_size() - 1``.
+
+    Raises:
+        ClusterError: before ``hk.init``.
+
+    Examples:
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> 0 <= hk.local_rank() < hk.local_size()
+        True
+    """
     return _current().cluster.local_rank
 
 
 def local_size() -> int:
-    """Return the number of processes on this host. Raises ClusterError before :func:`init`."""
+    """Return the number of processes on this host.
+
+    Raises:
+        ClusterError: before ``hk.init``.
+
+    Examples:
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> cluster.hosts.count(cluster.hosts[hk.rank()]) == hk.local_size()
+        True
+    """
     return _current().cluster.local_size
 
 
 def is_chief() -> bool:
-    """Return True on rank 0, the chief. Raises ClusterError before :func:`init`."""
+    """Return True on rank 0, the chief, and False on other ranks.
+
+    Guard side effects with it, such as printing or writing files, but not collectives, which every rank must call.
+
+    Raises:
+        ClusterError: before ``hk.init``.
+
+    Examples:
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> loss = hk.allreduce(0.25)  # on every rank
+        >>> if hk.is_chief():
+        ...     print(f"loss {loss}")
+        loss 0.25
+    """
     return _current().cluster.is_chief
 
 
 def shutdown() -> None:
-    """Leave the world. Every rank must call it; without :func:`init` it has no effect.
+    """Leave the world. Every rank must call it; without ``hk.init`` it has no effect.
 
-    Afterwards :func:`init` may be called again, but not under ``horovodrun --gloo``.
+    A script that ends normally does not need it. Afterwards ``hk.init`` may be called again, e.g. with another mesh,
+    but not under ``horovodrun --gloo``.
+
+    Examples:
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> hk.shutdown()
+        >>> hk.rank()
+        Traceback (most recent call last):
+            ...
+        hvdkit.errors.ClusterError: hk.init(): not called yet, expected before any other call; ...
     """
     global _world, _ended
     with _lock:

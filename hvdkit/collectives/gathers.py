@@ -38,10 +38,15 @@ def allgather(x: Any, *, process_set: RankGroup = None, group: RankGroup = None,
         ValueError: ``process_set`` does not contain this rank.
         CollectiveMismatchError: ranks called different collectives, or passed incompatible tensors.
 
-    Example::
-
-        hk.allgather(np.full(hk.rank(), hk.rank()))  # on 3 ranks
-        # array([1, 2, 2])
+    Examples:
+        >>> import numpy as np
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> rows = hk.allgather(np.full((hk.rank() + 1, 8), hk.rank()))  # rank 0 has 1 row, rank 1 has 2, ...
+        >>> rows.shape == (sum(range(1, hk.size() + 1)), 8)
+        True
+        >>> rows[:, 0].tolist() == [rank for rank in range(hk.size()) for _ in range(rank + 1)]
+        True
     """
     return grouped_allgather([x], process_set=process_set, group=group, name=name)[0]
 
@@ -50,21 +55,28 @@ def allgather(x: Any, *, process_set: RankGroup = None, group: RankGroup = None,
 def grouped_allgather(
     xs: Sequence[Any], *, process_set: RankGroup = None, group: RankGroup = None, name: str | None = None
 ) -> list[Any]:
-    """Gather several values like :func:`allgather`, with a single comparison of the ranks' calls.
+    """Gather several values like ``hk.allgather``, with a single comparison of the ranks' calls.
 
     Args:
         xs: arrays or tensors. Their number, dtypes, and shapes after the first axis must be equal on every rank.
-        process_set, group, name: as for :func:`allgather`.
+        process_set: as for ``hk.allgather``.
+        group: as for ``hk.allgather``.
+        name: as for ``hk.allgather``.
 
     Returns:
         The results, in the order of ``xs``.
 
     Raises:
-        TypeError, ValueError, CollectiveMismatchError: as for :func:`allgather`.
+        TypeError, ValueError, CollectiveMismatchError: as for ``hk.allgather``.
 
-    Example::
-
-        labels, scores = hk.grouped_allgather([labels, scores])
+    Examples:
+        >>> import numpy as np
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> labels, scores = np.zeros(2, "int32"), np.zeros((2, 10), "float32")  # this rank's
+        >>> labels, scores = hk.grouped_allgather([labels, scores])
+        >>> labels.shape == (2 * hk.size(),), scores.shape == (2 * hk.size(), 10)
+        (True, True)
     """
     members = resolve(process_set, group)
 
@@ -111,20 +123,31 @@ def alltoall(
         x: array or tensor ``[rows, ...]``; axes after the first must be equal on every rank.
         splits: integers ``[N]``: a row count for each of the N ranks, with the number of rows of ``x`` as their sum.
             They may be 0 and differ between ranks. Default: equal parts; then the rows must be a multiple of N.
-        process_set, group, name: as for :func:`allgather`.
+        process_set: as for ``hk.allgather``.
+        group: as for ``hk.allgather``.
+        name: as for ``hk.allgather``.
 
     Returns:
         The received rows, in rank order of their senders. If ``splits`` is given, a pair of the rows and an int32 array
-        with the number of rows from each rank (as in Horovod).
+            with the number of rows from each rank (as in Horovod).
 
     Raises:
         ValueError: ``splits`` does not fit ``x``; the other ranks get CollectiveMismatchError. If the splits are known
             only when a graph runs, every rank raises ``tf.errors.OpError``.
-        TypeError, CollectiveMismatchError: as for :func:`allgather`.
+        TypeError, CollectiveMismatchError: as for ``hk.allgather``.
 
-    Example::
+    Examples:
+        Send each id to the rank ``id % size``:
 
-        rows, counts = hk.alltoall(ids, splits=np.bincount(ids % hk.size(), minlength=hk.size()))
+        >>> import numpy as np
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> ids = np.arange(12)
+        >>> owner = ids % hk.size()
+        >>> by_owner = ids[np.argsort(owner, kind="stable")]
+        >>> received, counts = hk.alltoall(by_owner, splits=np.bincount(owner, minlength=hk.size()))
+        >>> set(received % hk.size()) == {hk.rank()}, counts.shape == (hk.size(),)
+        (True, True)
     """
     members = resolve(process_set, group)
     size = cluster.size() if members is None else members.size

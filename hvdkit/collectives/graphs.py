@@ -11,7 +11,7 @@ from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops import control_flow_v2_func_graphs as func_graphs
 
 from hvdkit.collectives.graph_recorder import depending_on
-from hvdkit.errors import HvdkitError, describe
+from hvdkit.errors import HvdkitError, describe, see
 
 _BRANCHES_AND_LOOPS = (
     func_graphs.CondBranchFuncGraph,
@@ -53,7 +53,8 @@ def refuse_xla() -> None:
                 "jit_compile",
                 "a step compiled by XLA",
                 "jit_compile=False: Horovod has no XLA kernels",
-                "pass jit_compile=False to model.compile or tf.function (Keras's default 'auto' is True on GPUs)",
+                "pass jit_compile=False to model.compile or tf.function (Keras's default 'auto' is True on GPUs); "
+                + see("gradients#xla"),
             )
         )
 

@@ -29,11 +29,15 @@ def join() -> int:
         ClusterError: a rank left the job. A rank that calls an eager collective that joined ranks cannot take part in
             gets a CollectiveMismatchError; in a graph, Horovod's error.
 
-    Example::
+    Examples:
+        Ranks have different numbers of batches:
 
-        for batch in this_rank_s_batches:
-            train_step(batch)
-        hk.join()
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> for batch in range(hk.rank() + 1):
+        ...     loss = hk.allreduce(1.0, hk.Sum)  # joined ranks add 0
+        >>> hk.join() == hk.size() - 1
+        True
     """
     if cluster.size() == 1:
         return 0

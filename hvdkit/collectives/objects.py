@@ -21,6 +21,13 @@ def barrier(*, process_set: RankGroup = None, group: RankGroup = None) -> None:
     Raises:
         CollectiveMismatchError: a rank called another collective instead.
         ClusterError: a rank left the job.
+
+    Examples:
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> if hk.local_rank() == 0:
+        ...     pass  # download the data, once per host
+        >>> hk.barrier()  # the other ranks wait for it
     """
     members = resolve(process_set, group)
     agree_on_call(Call(f"barrier({describe_group(members)})", joinable=True), members)
@@ -32,16 +39,22 @@ def broadcast_object(obj: Any, root: int = 0, *, process_set: RankGroup = None, 
     Args:
         obj: any object that can be pickled; only the object of ``root`` is sent.
         root: the rank whose object is sent, by its number in the world.
-        process_set, group: as for :func:`barrier`.
+        process_set: as for ``hk.barrier``.
+        group: as for ``hk.barrier``.
+
+    Returns:
+        A copy of the object of ``root``.
 
     Raises:
         ValueError: ``root`` is not a rank, or not in ``process_set``.
         TypeError: ``obj`` cannot be pickled on ``root``.
         CollectiveMismatchError: a rank called another collective instead, or its arguments were invalid.
 
-    Example::
-
-        run_name = hk.broadcast_object(make_name() if hk.is_chief() else None)
+    Examples:
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> hk.broadcast_object({"run": "baseline", "lr": 0.1} if hk.is_chief() else None)
+        {'run': 'baseline', 'lr': 0.1}
     """
     members = resolve(process_set, group)
     kind = f"broadcast_object({', '.join(filter(None, [f'root={root}', describe_group(members)]))})"
@@ -59,16 +72,22 @@ def allgather_object(obj: Any, *, process_set: RankGroup = None, group: RankGrou
 
     Args:
         obj: any object that can be pickled.
-        process_set, group: as for :func:`barrier`.
+        process_set: as for ``hk.barrier``.
+        group: as for ``hk.barrier``.
+
+    Returns:
+        N objects, on every rank.
 
     Raises:
         TypeError: ``obj`` cannot be pickled.
         CollectiveMismatchError: a rank called another collective instead, or its ``obj`` cannot be pickled.
 
-    Example::
-
-        hk.allgather_object(hk.rank())  # on 3 ranks
-        # [0, 1, 2]
+    Examples:
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> names = hk.allgather_object(f"rank {hk.rank()}")  # ["rank 0", "rank 1", ...]
+        >>> len(names) == hk.size(), names[0]
+        (True, 'rank 0')
     """
     members = resolve(process_set, group)
     kind = f"allgather_object({describe_group(members)})"

@@ -9,7 +9,13 @@ from hvdkit.errors import describe
 
 
 class ReduceOp(enum.IntEnum):
-    """How values of several ranks are reduced to one. The numbers are those of Horovod."""
+    """How values of several ranks are reduced to one. The numbers are those of Horovod.
+
+    Examples:
+        >>> import hvdkit as hk
+        >>> hk.Average
+        <ReduceOp.Average: 0>
+    """
 
     Average = 0
     Sum = 1
@@ -20,11 +26,17 @@ class ReduceOp(enum.IntEnum):
 
 
 Average = ReduceOp.Average
+"""The mean over ranks; for integers, rounded toward zero."""
 Sum = ReduceOp.Sum
+"""The sum over ranks."""
 Adasum = ReduceOp.Adasum
+"""The adaptive sum over ranks (Maleki et al. 2020, arXiv:2006.02924); floats, MPI and 2**k ranks only."""
 Min = ReduceOp.Min
+"""The elementwise minimum over ranks."""
 Max = ReduceOp.Max
+"""The elementwise maximum over ranks."""
 Product = ReduceOp.Product
+"""The elementwise product over ranks."""
 
 GRADIENT_OPS = (Average, Sum, Min, Max)
 

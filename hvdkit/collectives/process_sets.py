@@ -34,11 +34,15 @@ class ProcessSet:
         CollectiveMismatchError: ranks constructed different sets, or another rank's ``ranks`` are invalid.
         ClusterError: under Gloo, Horovod cannot create a set without the setting above.
 
-    Example::
-
-        even = hk.ProcessSet(range(0, hk.size(), 2))
-        if even.included():
-            total = hk.allreduce(x, hk.Sum, process_set=even)
+    Examples:
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> even = hk.ProcessSet(range(0, hk.size(), 2))  # on every rank
+        >>> even.size() == (hk.size() + 1) // 2
+        True
+        >>> if even.included():  # on ranks 0, 2, 4, ...
+        ...     assert hk.allreduce(1, hk.Sum, process_set=even) == even.size()
+        ...     assert hk.rank() == 2 * even.rank() == even.ranks[even.rank()] == even.group().ranks[even.rank()]
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -92,12 +96,14 @@ def local_set() -> ProcessSet:
 
     Raises:
         CollectiveMismatchError: a rank called another collective instead.
-        ClusterError: as for :class:`ProcessSet`.
+        ClusterError: as for ``hk.ProcessSet``.
 
-    Example::
-
-        host = hk.local_set()
-        on_this_host = hk.allreduce(x, hk.Sum, process_set=host)
+    Examples:
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> host = hk.local_set()
+        >>> hk.allreduce(1, hk.Sum, process_set=host) == hk.local_size()
+        True
     """
     return _set_with_equal_label("local_set()", cluster.cluster().hosts)
 
@@ -107,11 +113,14 @@ def cross_set() -> ProcessSet:
 
     Raises:
         CollectiveMismatchError: a rank called another collective instead.
-        ClusterError: as for :class:`ProcessSet`.
+        ClusterError: as for ``hk.ProcessSet``.
 
-    Example::
-
-        one_per_host = hk.cross_set()  # on ranks with hk.local_rank() == 0
+    Examples:
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> one_per_host = hk.cross_set()
+        >>> one_per_host.size() == len(set(cluster.hosts))  # if every host has the same number of ranks
+        True
     """
     hosts = cluster.cluster().hosts
     return _set_with_equal_label("cross_set()", [hosts[:rank].count(host) for rank, host in enumerate(hosts)])

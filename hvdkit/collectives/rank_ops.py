@@ -10,32 +10,84 @@ from hvdkit.collectives.conversion import graph_safe
 
 @graph_safe
 def rank_op(name: str | None = None) -> tf.Tensor:
-    """Return an int32 scalar: this process's rank when the op runs.
+    """Return this process's rank when the op runs.
 
     Use it in graphs that are saved, or built once for several runs: the rank does not become a constant.
 
-    Example::
+    Args:
+        name: name of the op in the graph.
 
-        seed = tf.function(lambda: 1000 + hk.rank_op())
+    Returns:
+        An int32 scalar.
+
+    Examples:
+        >>> import tensorflow as tf
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> seed = tf.function(lambda: 1000 + hk.rank_op())
+        >>> int(seed()) == 1000 + hk.rank()
+        True
     """
     return _horovod_op("rank_op", cluster.rank(), name)
 
 
 @graph_safe
 def size_op(name: str | None = None) -> tf.Tensor:
-    """Return an int32 scalar: the number of ranks when the op runs; see :func:`rank_op`."""
+    """Return the number of ranks when the op runs; see ``hk.rank_op``.
+
+    Args:
+        name: name of the op in the graph.
+
+    Returns:
+        An int32 scalar.
+
+    Examples:
+        >>> import tensorflow as tf
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> int(tf.function(hk.size_op)()) == hk.size()
+        True
+    """
     return _horovod_op("size_op", cluster.size(), name)
 
 
 @graph_safe
 def local_rank_op(name: str | None = None) -> tf.Tensor:
-    """Return an int32 scalar: this process's rank on its host when the op runs; see :func:`rank_op`."""
+    """Return this process's rank on its host when the op runs; see ``hk.rank_op``.
+
+    Args:
+        name: name of the op in the graph.
+
+    Returns:
+        An int32 scalar.
+
+    Examples:
+        >>> import tensorflow as tf
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> int(tf.function(hk.local_rank_op)()) == hk.local_rank()
+        True
+    """
     return _horovod_op("local_rank_op", cluster.local_rank(), name)
 
 
 @graph_safe
 def local_size_op(name: str | None = None) -> tf.Tensor:
-    """Return an int32 scalar: the number of ranks on this host when the op runs; see :func:`rank_op`."""
+    """Return the number of ranks on this host when the op runs; see ``hk.rank_op``.
+
+    Args:
+        name: name of the op in the graph.
+
+    Returns:
+        An int32 scalar.
+
+    Examples:
+        >>> import tensorflow as tf
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> int(tf.function(hk.local_size_op)()) == hk.local_size()
+        True
+    """
     return _horovod_op("local_size_op", cluster.local_size(), name)
 
 

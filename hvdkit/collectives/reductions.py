@@ -62,10 +62,18 @@ def allreduce(
             this rank.
         CollectiveMismatchError: ranks called different collectives, or passed incompatible tensors.
 
-    Example::
-
-        hk.allreduce(hk.rank(), op=hk.Sum)  # on 4 ranks
-        # 6
+    Examples:
+        >>> import numpy as np
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> hk.allreduce(np.float32([1, 2]))  # the average, on every rank
+        array([1., 2.], dtype=float32)
+        >>> hk.allreduce(hk.rank(), hk.Max) == hk.size() - 1
+        True
+        >>> hk.allreduce(True, hk.Sum)
+        Traceback (most recent call last):
+            ...
+        TypeError: x: got dtype bool with op Sum, expected a real number that Horovod can reduce ...
     """
     return grouped_allreduce(
         [x],
@@ -93,17 +101,25 @@ def grouped_allreduce(
 
     Args:
         xs: numbers, arrays or tensors. Their number, shapes and dtypes must be equal on every rank.
-        op, prescale_factor, postscale_factor, process_set, group, name: as for :func:`allreduce`.
+        op: as for ``hk.allreduce``.
+        prescale_factor: as for ``hk.allreduce``.
+        postscale_factor: as for ``hk.allreduce``.
+        process_set: as for ``hk.allreduce``.
+        group: as for ``hk.allreduce``.
+        name: as for ``hk.allreduce``.
 
     Returns:
         The results, in the order of ``xs``.
 
     Raises:
-        TypeError, ValueError, CollectiveMismatchError: as for :func:`allreduce`.
+        TypeError, ValueError, CollectiveMismatchError: as for ``hk.allreduce``.
 
-    Example::
-
-        loss, accuracy = hk.grouped_allreduce([loss, accuracy])
+    Examples:
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> loss, accuracy = hk.grouped_allreduce([0.25, 0.5])  # this rank's values
+        >>> loss, accuracy
+        (0.25, 0.5)
     """
     members = resolve(process_set, group)
     size = cluster.size() if members is None else members.size
@@ -207,20 +223,28 @@ def reducescatter(
     Args:
         x: array or tensor ``[rows, ...]``; shape and dtype must be equal on every rank.
         op: ``hk.Average`` or ``hk.Sum``.
-        prescale_factor, postscale_factor, process_set, group, name: as for :func:`allreduce`.
+        prescale_factor: as for ``hk.allreduce``.
+        postscale_factor: as for ``hk.allreduce``.
+        process_set: as for ``hk.allreduce``.
+        group: as for ``hk.allreduce``.
+        name: as for ``hk.allreduce``.
 
     Returns:
         Rows ``r*k`` to ``(r+1)*k`` of the reduced array on the r-th rank, with ``k = rows / size``; if there is a
-        remainder, the first ``rows % size`` ranks get one more row. The same kind and dtype as ``x``.
+            remainder, the first ``rows % size`` ranks get one more row. The same kind and dtype as ``x``.
 
     Raises:
         ValueError: ``op`` is not supported, or ``x`` is a scalar.
-        TypeError, CollectiveMismatchError: as for :func:`allreduce`.
+        TypeError, CollectiveMismatchError: as for ``hk.allreduce``.
 
-    Example::
-
-        hk.reducescatter(np.arange(4.0), op=hk.Sum)  # on 2 ranks; rank 1
-        # array([4., 6.])
+    Examples:
+        >>> import numpy as np
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> x = np.arange(4 * hk.size())
+        >>> rows = hk.reducescatter(x, op=hk.Sum)  # with 2 ranks [0, 2, 4, 6] on rank 0, [8, 10, 12, 14] on rank 1
+        >>> rows.tolist() == [hk.size() * (4 * hk.rank() + i) for i in range(4)]
+        True
     """
     return grouped_reducescatter(
         [x],
@@ -244,21 +268,31 @@ def grouped_reducescatter(
     group: RankGroup = None,
     name: str | None = None,
 ) -> list[Any]:
-    """Reduce and scatter several values like :func:`reducescatter`, with a single comparison of the ranks' calls.
+    """Reduce and scatter several values like ``hk.reducescatter``, with a single comparison of the ranks' calls.
 
     Args:
         xs: arrays or tensors. Their number, shapes and dtypes must be equal on every rank.
-        op, prescale_factor, postscale_factor, process_set, group, name: as for :func:`reducescatter`.
+        op: as for ``hk.reducescatter``.
+        prescale_factor: as for ``hk.reducescatter``.
+        postscale_factor: as for ``hk.reducescatter``.
+        process_set: as for ``hk.reducescatter``.
+        group: as for ``hk.reducescatter``.
+        name: as for ``hk.reducescatter``.
 
     Returns:
         The results, in the order of ``xs``.
 
     Raises:
-        ValueError, TypeError, CollectiveMismatchError: as for :func:`reducescatter`.
+        ValueError, TypeError, CollectiveMismatchError: as for ``hk.reducescatter``.
 
-    Example::
-
-        part_of_a, part_of_b = hk.grouped_reducescatter([a, b], op=hk.Sum)
+    Examples:
+        >>> import numpy as np
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> a, b = np.ones(2 * hk.size()), np.ones((3 * hk.size(), 8))
+        >>> rows_of_a, rows_of_b = hk.grouped_reducescatter([a, b])
+        >>> rows_of_a.shape, rows_of_b.shape
+        ((2,), (3, 8))
     """
     members = resolve(process_set, group)
     size = cluster.size() if members is None else members.size
@@ -307,18 +341,24 @@ def broadcast(
     Args:
         x: number, array or tensor; shape and dtype must be equal on every rank.
         root: the rank whose value is sent, by its number in the world; must be in ``process_set``, if given.
-        process_set, group, name: as for :func:`allreduce`.
+        process_set: as for ``hk.allreduce``.
+        group: as for ``hk.allreduce``.
+        name: as for ``hk.allreduce``.
 
     Returns:
         The value of ``root``, of the same kind, shape and dtype as ``x``.
 
     Raises:
         ValueError: ``root`` is not a rank, or not in ``process_set``.
-        TypeError, CollectiveMismatchError: as for :func:`allreduce`.
+        TypeError, CollectiveMismatchError: as for ``hk.allreduce``.
 
-    Example::
-
-        seed = hk.broadcast(np.random.randint(2**31))
+    Examples:
+        >>> import numpy as np
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> seed = hk.broadcast(np.random.randint(2**31))  # the same on every rank
+        >>> hk.broadcast(np.array([hk.rank(), 7]), root=hk.size() - 1).tolist() == [hk.size() - 1, 7]
+        True
     """
     members = resolve(process_set, group)
 

@@ -31,6 +31,8 @@ class Inspect:
         hvdkit checkpoint inspect runs/mnist          all of a run
         hvdkit checkpoint inspect runs/mnist --json   for programs
         hvdkit checkpoint inspect runs/mnist/checkpoints/step-000001200
+
+    See `hvdkit docs checkpoints`.
     """
 
     path: Positional[Path]
@@ -48,6 +50,8 @@ class Verify:
     For example:
         hvdkit checkpoint verify runs/mnist           all of a run
         hvdkit checkpoint verify runs/mnist/checkpoints/step-000001200
+
+    See `hvdkit docs checkpoints`.
     """
 
     path: Positional[Path]
@@ -67,6 +71,8 @@ class Export:
         hvdkit checkpoint export runs/mnist --to weights --names 'model/*'
         hvdkit checkpoint export runs/mnist --to served/1 \\
             --format saved-model --model train:build_model
+
+    See `hvdkit docs checkpoints`.
     """
 
     path: Positional[Path]

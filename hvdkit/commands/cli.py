@@ -13,16 +13,19 @@ Exit codes: 0 success; 1 the command found a problem; 2 invalid usage, or an err
 
 from __future__ import annotations
 
+import difflib
 import os
 import pkgutil
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import NamedTuple
 
 from hvdkit._version import __version__
 from hvdkit.commands.parsing import parse
-from hvdkit.errors import HvdkitError
+from hvdkit.errors import HvdkitError, see
 
 
 class Command(NamedTuple):
@@ -36,6 +39,12 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "new": Command(
+        "Write a small project that trains at once",
+        "hvdkit new my_project --cluster slurm",
+        config="hvdkit.commands.new:New",
+        runner="hvdkit.commands.new:new",
+    ),
     "run": Command(
         "Start a program on many ranks: on this machine, on several hosts, under Slurm or on Kubernetes",
         "hvdkit run -np 4 -- python train.py",
@@ -82,7 +91,7 @@ COMMANDS = {
     ),
     "tune": Command(
         "Measure settings for a model on this cluster, and save the best",
-        "hvdkit tune -np 4 --model resnet50 --save resnet50.json",
+        "hvdkit tune -np 2 --model cifar10 --save cifar10.json",
         config="hvdkit.commands.bench.tune:Tune",
         runner="hvdkit.commands.bench.tune:tune",
     ),
@@ -91,6 +100,18 @@ COMMANDS = {
         "hvdkit plan --tables items:10000000x64 users:2000000x32 --ranks 8 --optimizer adagrad",
         config="hvdkit.commands.plan.command:PlanConfig",
         runner="hvdkit.commands.plan.command:plan",
+    ),
+    "docs": Command(
+        "Show a page of the documentation",
+        "hvdkit docs pitfalls",
+        config="hvdkit.commands.docs:Docs",
+        runner="hvdkit.commands.docs:docs",
+    ),
+    "completion": Command(
+        "Print a script that completes commands, options and file names in bash or zsh",
+        'eval "$(hvdkit completion bash)"',
+        config="hvdkit.commands.completion:Completion",
+        runner="hvdkit.commands.completion:completion",
     ),
 }
 
@@ -110,6 +131,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         0
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["help"] and len(arguments) > 1:
+        arguments = [*arguments[1:], "--help"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_help())
         return 0 if arguments else 2
@@ -118,7 +141,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, *rest = arguments
     if name not in COMMANDS:
-        return _fail("hvdkit", f"no command {name!r}; the commands are {', '.join(COMMANDS)}")
+        near = difflib.get_close_matches(name, COMMANDS, 1)
+        remedy = f"did you mean {near[0]!r}? `hvdkit help` lists all" if near else f"choose {', '.join(COMMANDS)}"
+        return _fail("hvdkit", f"no command {name!r}; {remedy}")
     return _run(name, rest)
 
 
@@ -140,7 +165,8 @@ def _run(name: str, arguments: list[str]) -> int:
     except (HvdkitError, ValueError, ImportError) as error:
         if os.environ.get("HVDKIT_DEBUG") == "1":
             raise
-        return _fail(f"hvdkit {name}", str(error))
+        page = error.page if isinstance(error, HvdkitError) else None
+        return _fail(f"hvdkit {name}", str(error) if page is None else f"{error}; {see(page)}")
 
 
 def _dispatch(name: str, arguments: list[str]) -> int:
@@ -149,7 +175,7 @@ def _dispatch(name: str, arguments: list[str]) -> int:
     program: list[list[str]] = []
     if command.takes_program:
         arguments, *program = _split_off_program(arguments, kind)
-    description = None if isinstance(kind, type) else f"{command.summary}."  # a union has no docstring
+    description = None if isinstance(kind, type) else f"{command.summary}.\n\nFor example:\n    {command.example}"
     config = parse(kind, prog=f"hvdkit {name}", description=description, args=arguments)
     result = pkgutil.resolve_name(command.runner)(config, *program)
     if result is not None and not isinstance(result, int):
@@ -178,9 +204,13 @@ def _split_off_program(arguments: list[str], kind: type) -> tuple[list[str], lis
 
 
 def _help() -> str:
-    width = max(len(name) for name in COMMANDS)
+    width = max(len(name) for name in COMMANDS) + 4
+    columns = max(width + 20, min(shutil.get_terminal_size().columns, 120))
     lines = [OPENING, "", "usage: hvdkit COMMAND [options]", "       hvdkit --version", "", "commands:"]
-    lines += [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    for name, command in COMMANDS.items():
+        lines += textwrap.wrap(
+            command.summary, columns, initial_indent=f"  {name:{width - 2}}", subsequent_indent=" " * width
+        )
     lines += ["", "examples:", *(f"  {command.example}" for command in COMMANDS.values()), "", CLOSING]
     return "\n".join(lines)
 

@@ -34,6 +34,8 @@ class InspectFiles:
     For example:
         hvdkit data inspect clicks/ --ranks 64
         hvdkit data inspect 'logs/day_*' --json
+
+    See `hvdkit docs data#files`.
     """
 
     paths: Positional[Annotated[tuple[str, ...], arg(metavar="PATHS")]]
@@ -55,6 +57,8 @@ class IndexFiles:
 
     For example:
         hvdkit data index 'images/train-*'
+
+    See `hvdkit docs data#files`.
     """
 
     paths: Positional[Annotated[tuple[str, ...], arg(metavar="PATHS")]]

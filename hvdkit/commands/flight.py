@@ -22,12 +22,18 @@ _COLUMNS = 60
 
 @dataclass(frozen=True, kw_only=True)
 class FlightConfig:
-    """Show which ranks waited for which when a job failed: hvdkit flight FILE.
+    """Show which ranks waited for which when a job failed.
 
     The job prints the file's path after its last line.
+
+    For example:
+        hvdkit flight /tmp/hvdkit-flight-20261123-120000-4242.json
+        hvdkit flight /tmp/hvdkit-flight-20261123-120000-4242.json --trace trace.json
+
+    See `hvdkit docs failures#the-flight-recorder`.
     """
 
-    file: Positional[Path]
+    file: Positional[Annotated[Path, arg(metavar="FILE")]]
     """The flight recorder's file."""
     trace: Annotated[Path | None, arg(aliases=["-o"])] = None
     """Also write a trace for ui.perfetto.dev or chrome://tracing."""

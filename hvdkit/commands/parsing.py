@@ -45,16 +45,18 @@ def parse(
     """
     import tyro
 
+    settings = (tyro.conf.DisallowNone,)  # None is a default, not a value that users pass
+    options: Any = {"prog": prog, "description": description, "args": args, "config": settings}
     in_color = on_terminal() and not os.environ.get("NO_COLOR")  # https://no-color.org
     if in_color and not quiet:
-        return tyro.cli(kind, prog=prog, description=description, args=args)
+        return tyro.cli(kind, **options)
     out, err = io.StringIO(), io.StringIO()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            return tyro.cli(kind, prog=prog, description=description, args=args)
+            return tyro.cli(kind, **options)
     finally:
         if not quiet:
-            print(out.getvalue(), end="", flush=True)
+            print("".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines()), end="", flush=True)
             print(plain(err.getvalue()), end="", file=sys.stderr, flush=True)
 
 

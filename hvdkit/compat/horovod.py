@@ -33,7 +33,7 @@ from hvdkit.collectives import (
     size_op,
 )
 from hvdkit.compat import horovod_callbacks as callbacks
-from hvdkit.errors import describe
+from hvdkit.errors import describe, see
 
 global_process_set = None
 """All ranks."""
@@ -79,7 +79,19 @@ __all__ = [
 
 
 class Compression:
-    """Compression of gradients: ``none``, ``fp16`` or ``bf16``."""
+    """Compression of gradients while they are exchanged.
+
+    Attributes:
+        none: no compression.
+        fp16: send 32- and 64-bit floats as float16.
+        bf16: send 32- and 64-bit floats as bfloat16.
+
+    Examples:
+        >>> import keras
+        >>> import hvdkit.compat.horovod as hvd
+        >>> cluster = hvd.init()
+        >>> optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=hvd.Compression.fp16)
+    """
 
     none = None
     fp16 = "fp16"
@@ -87,7 +99,14 @@ class Compression:
 
 
 def is_initialized() -> bool:
-    """Return True after :func:`init`."""
+    """Return True between ``init`` and ``shutdown``.
+
+    Examples:
+        >>> import hvdkit.compat.horovod as hvd
+        >>> cluster = hvd.init()
+        >>> hvd.is_initialized()
+        True
+    """
     try:
         cluster.size()
     except hk.ClusterError:
@@ -96,13 +115,27 @@ def is_initialized() -> bool:
 
 
 def cross_rank() -> int:
-    """Return the index of this rank's host among the hosts that have a rank with this ``local_rank``."""
+    """Return the index of this rank's host among the job's hosts.
+
+    Examples:
+        >>> import hvdkit.compat.horovod as hvd
+        >>> cluster = hvd.init()
+        >>> 0 <= hvd.cross_rank() < hvd.cross_size()
+        True
+    """
     hosts = cluster.cluster().hosts
     return list(dict.fromkeys(hosts)).index(hosts[rank()])
 
 
 def cross_size() -> int:
-    """Return the number of hosts."""
+    """Return the number of hosts.
+
+    Examples:
+        >>> import hvdkit.compat.horovod as hvd
+        >>> cluster = hvd.init()
+        >>> hvd.cross_size() == len(set(cluster.hosts))
+        True
+    """
     return len(set(cluster.cluster().hosts))
 
 
@@ -121,14 +154,31 @@ def allreduce(
     """Reduce a tensor or IndexedSlices over ranks, by default to the average.
 
     Args:
-        tensor: as for :func:`hvdkit.allreduce`, or IndexedSlices.
+        tensor: as for ``hk.allreduce``, or IndexedSlices.
         average: True for the average, False for the sum; alternatively pass ``op``.
+        device_dense: ignored.
+        device_sparse: ignored.
         compression: ``Compression.fp16`` or ``Compression.bf16``, for averages and sums.
-        op, prescale_factor, postscale_factor, name, process_set: as for :func:`hvdkit.allreduce`.
-        device_dense, device_sparse: ignored.
+        op: as for ``hk.allreduce``.
+        prescale_factor: as for ``hk.allreduce``.
+        postscale_factor: as for ``hk.allreduce``.
+        name: as for ``hk.allreduce``.
+        process_set: as for ``hk.allreduce``.
+
+    Returns:
+        As for ``hk.allreduce``; of IndexedSlices, the distinct rows of all ranks.
 
     Raises:
         ValueError: both ``average`` and ``op`` are passed; or factors with IndexedSlices or compression.
+
+    Examples:
+        >>> import numpy as np
+        >>> import hvdkit.compat.horovod as hvd
+        >>> cluster = hvd.init()
+        >>> hvd.allreduce(np.float32([1, 2]))
+        array([1., 2.], dtype=float32)
+        >>> hvd.allreduce(1, op=hvd.Sum) == hvd.size()
+        True
     """
     op = _op(average, op)
     if compression is None and not isinstance(tensor, tf.IndexedSlices):
@@ -143,32 +193,132 @@ def allreduce(
 def grouped_allreduce(
     tensors: Any, average: bool | None = None, op: Any = None, name: str | None = None, process_set: Any = None
 ) -> list[Any]:
-    """Reduce several tensors. Args as for :func:`allreduce`."""
+    """Reduce several tensors, by default to their averages.
+
+    Args:
+        tensors: as for ``hk.grouped_allreduce``.
+        average: as for ``allreduce``.
+        op: as for ``allreduce``.
+        name: as for ``hk.allreduce``.
+        process_set: as for ``hk.allreduce``.
+
+    Returns:
+        The results, in the order of ``tensors``.
+
+    Raises:
+        ValueError: both ``average`` and ``op`` are passed.
+
+    Examples:
+        >>> import hvdkit.compat.horovod as hvd
+        >>> cluster = hvd.init()
+        >>> hvd.grouped_allreduce([0.25, 0.5])
+        [0.25, 0.5]
+    """
     return collectives.grouped_allreduce(tensors, _op(average, op), name=name, process_set=process_set)
 
 
 def allgather(tensor: Any, name: str | None = None, process_set: Any = None) -> Any:
-    """Return all ranks' rows. Args as for :func:`hvdkit.allgather`."""
+    """Concatenate the rows of all ranks (``hk.allgather``).
+
+    Args:
+        tensor: ``x`` of ``hk.allgather``.
+        name: as for ``hk.allgather``.
+        process_set: as for ``hk.allgather``.
+
+    Returns:
+        All ranks' rows, in rank order.
+
+    Examples:
+        >>> import numpy as np
+        >>> import hvdkit.compat.horovod as hvd
+        >>> cluster = hvd.init()
+        >>> hvd.allgather(np.zeros((2, 8))).shape == (2 * hvd.size(), 8)
+        True
+    """
     return collectives.allgather(tensor, name=name, process_set=process_set)
 
 
 def alltoall(tensor: Any, splits: Any = None, name: str | None = None, process_set: Any = None) -> Any:
-    """Send rows to each rank. Args as for :func:`hvdkit.alltoall`."""
+    """Send rows to each rank (``hk.alltoall``).
+
+    Args:
+        tensor: ``x`` of ``hk.alltoall``.
+        splits: as for ``hk.alltoall``.
+        name: as for ``hk.alltoall``.
+        process_set: as for ``hk.alltoall``.
+
+    Returns:
+        The received rows, and with ``splits`` their number from each rank.
+
+    Examples:
+        >>> import numpy as np
+        >>> import hvdkit.compat.horovod as hvd
+        >>> cluster = hvd.init()
+        >>> hvd.alltoall(np.arange(hvd.size())).tolist() == [hvd.rank()] * hvd.size()
+        True
+    """
     return collectives.alltoall(tensor, splits, name=name, process_set=process_set)
 
 
 def reducescatter(tensor: Any, op: Any = Average, name: str | None = None, process_set: Any = None) -> Any:
-    """Reduce a tensor and return this rank's rows. Args as for :func:`hvdkit.reducescatter`."""
+    """Reduce a tensor, and scatter its rows over the ranks (``hk.reducescatter``).
+
+    Args:
+        tensor: ``x`` of ``hk.reducescatter``.
+        op: as for ``hk.reducescatter``.
+        name: as for ``hk.reducescatter``.
+        process_set: as for ``hk.reducescatter``.
+
+    Returns:
+        This rank's rows of the result.
+
+    Examples:
+        >>> import numpy as np
+        >>> import hvdkit.compat.horovod as hvd
+        >>> cluster = hvd.init()
+        >>> hvd.reducescatter(np.ones(3 * hvd.size()))
+        array([1., 1., 1.])
+    """
     return collectives.reducescatter(tensor, op, name=name, process_set=process_set)
 
 
 def broadcast(tensor: Any, root_rank: int, name: str | None = None, process_set: Any = None) -> Any:
-    """Return the tensor of ``root_rank``. Args as for :func:`hvdkit.broadcast`."""
+    """Return the tensor of one rank on every rank (``hk.broadcast``).
+
+    Args:
+        tensor: ``x`` of ``hk.broadcast``.
+        root_rank: ``root`` of ``hk.broadcast``.
+        name: as for ``hk.broadcast``.
+        process_set: as for ``hk.broadcast``.
+
+    Returns:
+        The tensor of ``root_rank``, on every rank.
+
+    Examples:
+        >>> import hvdkit.compat.horovod as hvd
+        >>> cluster = hvd.init()
+        >>> hvd.broadcast(hvd.rank(), root_rank=0)
+        0
+    """
     return collectives.broadcast(tensor, root_rank, name=name, process_set=process_set)
 
 
 def broadcast_variables(variables: Any, root_rank: int = 0) -> None:
-    """Assign the values of ``root_rank`` to all variables. Also works inside a ``tf.function``."""
+    """Assign the values of ``root_rank`` to all variables. Also works inside a ``tf.function``.
+
+    Args:
+        variables: as for ``hk.broadcast_variables``.
+        root_rank: the rank whose values are sent.
+
+    Examples:
+        >>> import tensorflow as tf
+        >>> import hvdkit.compat.horovod as hvd
+        >>> cluster = hvd.init()
+        >>> variable = tf.Variable(hvd.rank())
+        >>> hvd.broadcast_variables([variable], root_rank=0)
+        >>> int(variable)
+        0
+    """
     if not tf.inside_function():
         hk.broadcast_variables(variables, root_rank)
         return
@@ -191,16 +341,36 @@ def DistributedOptimizer(
     groups: Any = None,
     process_set: Any = None,
 ) -> Any:
-    """Wrap ``optimizer`` in a :func:`hvdkit.DistributedOptimizer`.
+    """Wrap a Keras optimizer with ``hk.DistributedOptimizer``.
 
     Args:
-        optimizer, compression, op, process_set: as for :func:`hvdkit.DistributedOptimizer`.
-        backward_passes_per_step: ``accumulate_steps`` of :func:`hvdkit.DistributedOptimizer`.
+        optimizer: as for ``hk.DistributedOptimizer``.
+        name: ignored.
+        device_dense: ignored.
+        device_sparse: ignored.
+        compression: as for ``hk.DistributedOptimizer``.
+        sparse_as_dense: ignored.
+        gradient_predivide_factor: ignored.
+        op: as for ``hk.DistributedOptimizer``.
+        backward_passes_per_step: ``accumulate_steps`` of ``hk.DistributedOptimizer``.
         average_aggregated_gradients: must be True if ``backward_passes_per_step`` is not 1.
-        name, device_dense, device_sparse, sparse_as_dense, gradient_predivide_factor, num_groups, groups: ignored.
+        num_groups: ignored.
+        groups: ignored.
+        process_set: as for ``hk.DistributedOptimizer``.
+
+    Returns:
+        A copy of ``optimizer`` that combines gradients over ranks.
 
     Raises:
-        ValueError: gradients would be summed over steps; or as for :func:`hvdkit.DistributedOptimizer`.
+        ValueError: gradients would be summed over steps; or as for ``hk.DistributedOptimizer``.
+
+    Examples:
+        >>> import keras
+        >>> import hvdkit.compat.horovod as hvd
+        >>> cluster = hvd.init()
+        >>> optimizer = keras.optimizers.SGD(0.1 * hvd.size())
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile(hvd.DistributedOptimizer(optimizer), "mse", jit_compile=False)
     """
     if backward_passes_per_step != 1 and not average_aggregated_gradients:
         expected = f"True with backward_passes_per_step={backward_passes_per_step}: hvdkit has no sum over steps"
@@ -223,18 +393,65 @@ def DistributedGradientTape(
     groups: Any = None,
     process_set: Any = None,
 ) -> Any:
-    """Wrap ``gradtape`` in a :class:`hvdkit.DistributedGradientTape`. Args as for it; other arguments are ignored."""
+    """Wrap a ``tf.GradientTape`` with ``hk.DistributedGradientTape``.
+
+    Args:
+        gradtape: the recording tape.
+        device_dense: ignored.
+        device_sparse: ignored.
+        compression: as for ``hk.DistributedGradientTape``.
+        sparse_as_dense: ignored.
+        op: as for ``hk.DistributedGradientTape``.
+        gradient_predivide_factor: ignored.
+        num_groups: ignored.
+        groups: ignored.
+        process_set: as for ``hk.DistributedGradientTape``.
+
+    Returns:
+        A tape whose ``gradient`` returns gradients combined over ranks.
+
+    Examples:
+        >>> import tensorflow as tf
+        >>> import hvdkit.compat.horovod as hvd
+        >>> cluster = hvd.init()
+        >>> w = tf.Variable([1.0, 2.0])
+        >>> with tf.GradientTape() as tape:
+        ...     loss = tf.reduce_sum(w * w)
+        >>> hvd.DistributedGradientTape(tape).gradient(loss, [w])[0].numpy()
+        array([2., 4.], dtype=float32)
+    """
     return hk.DistributedGradientTape(gradtape, op=op, compression=compression, process_set=process_set)
 
 
 def load_model(
     filepath: Any, custom_optimizers: Any = None, custom_objects: Any = None, compression: Any = None
 ) -> Any:
-    """Load a model with :func:`hvdkit.load_model`.
+    """Load a model with ``hk.load_model``.
 
     Args:
-        filepath, custom_objects, compression: as for :func:`hvdkit.load_model`.
+        filepath: ``path`` of ``hk.load_model``.
         custom_optimizers: optimizer classes that the file may contain.
+        custom_objects: as for ``hk.load_model``.
+        compression: as for ``hk.DistributedOptimizer``.
+
+    Returns:
+        The model, with a distributed optimizer.
+
+    Examples:
+        >>> import tempfile
+        >>> import keras
+        >>> import hvdkit.compat.horovod as hvd
+        >>> cluster = hvd.init()
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile("adam", "mse")
+        >>> model.optimizer.build(model.trainable_variables)  # or train the model
+        >>> file = hvd.broadcast_object(tempfile.mkdtemp()) + "/model.keras"  # one file for all ranks
+        >>> if hvd.rank() == 0:
+        ...     model.save(file)
+        >>> saved = hvd.broadcast_object(True)  # wait for rank 0
+        >>> model = hvd.load_model(file)  # on every rank
+        >>> type(model.optimizer).__name__
+        'Adam'
     """
     optimizers = {cls.__name__: cls for cls in custom_optimizers or ()}
     options = {} if compression is None else {"compression": compression}
@@ -253,6 +470,4 @@ def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
     got = f"{name!r}, which hvdkit does not provide under Horovod's name"
-    raise AttributeError(
-        describe("hvdkit.compat.horovod", got, f"one of {', '.join(__all__)}", "see docs/gradients.md")
-    )
+    raise AttributeError(describe("hvdkit.compat.horovod", got, f"one of {', '.join(__all__)}", see("gradients")))

@@ -22,7 +22,27 @@ __all__ = [
 
 
 class BroadcastGlobalVariablesCallback(BroadcastInitial):
-    """Broadcast the variables of ``root_rank`` (:class:`hvdkit.callbacks.BroadcastInitial`)."""
+    """Broadcast the variables of ``root_rank`` (``hk.callbacks.BroadcastInitial``).
+
+    Args:
+        root_rank: the rank whose values are broadcast.
+        device: ignored.
+        local_variables: not supported: call ``hk.register_local_variables`` instead.
+
+    Raises:
+        ValueError: ``local_variables`` is not None.
+
+    Examples:
+        >>> import keras
+        >>> import numpy as np
+        >>> import hvdkit.compat.horovod as hvd
+        >>> cluster = hvd.init()
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        >>> x, y = np.ones((32, 4), "float32"), np.ones((32, 1), "float32")  # this rank's data
+        >>> callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+        >>> history = model.fit(x, y, verbose=0, callbacks=callbacks)
+    """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
         super().__init__(root_rank)
@@ -32,7 +52,22 @@ class BroadcastGlobalVariablesCallback(BroadcastInitial):
 
 
 class MetricAverageCallback(MetricAverage):
-    """Combine metrics over ranks (:class:`hvdkit.callbacks.MetricAverage`), weighted by samples."""
+    """Combine metrics over ranks, weighted by samples (``hk.callbacks.MetricAverage``).
+
+    Args:
+        device: ignored.
+
+    Examples:
+        >>> import keras
+        >>> import numpy as np
+        >>> import hvdkit.compat.horovod as hvd
+        >>> cluster = hvd.init()
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        >>> x, y = np.ones((32, 4), "float32"), np.ones((32, 1), "float32")  # this rank's data
+        >>> callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
+        >>> history = model.fit(x, y, verbose=0, callbacks=callbacks)
+    """
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
@@ -50,6 +85,20 @@ class LearningRateWarmupCallback(LearningRateWarmup):
 
     Raises:
         ValueError: when training begins, if the steps per epoch are unknown.
+
+    Examples:
+        >>> import keras
+        >>> import numpy as np
+        >>> import hvdkit.compat.horovod as hvd
+        >>> cluster = hvd.init()
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        >>> x, y = np.ones((32, 4), "float32"), np.ones((32, 1), "float32")  # this rank's data
+        >>> warmup = hvd.callbacks.LearningRateWarmupCallback(initial_lr=0.4, warmup_epochs=2)
+        >>> callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), warmup]
+        >>> history = model.fit(x, y, batch_size=8, epochs=3, verbose=0, callbacks=callbacks)
+        >>> round(float(model.optimizer.learning_rate), 6)
+        0.4
     """
 
     def __init__(
@@ -87,7 +136,24 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         end_epoch: the end of the range, exclusive; None for no end.
         staircase: change the rate only at the beginning of epochs.
         momentum_correction: ignored, as in Horovod once ``fit`` has compiled its step.
-        steps_per_epoch: as for :class:`LearningRateWarmupCallback`; for ``staircase=False``.
+        steps_per_epoch: as for ``LearningRateWarmupCallback``; for ``staircase=False``.
+
+    Raises:
+        ValueError: during training, if the steps per epoch are needed and unknown.
+
+    Examples:
+        >>> import keras
+        >>> import numpy as np
+        >>> import hvdkit.compat.horovod as hvd
+        >>> cluster = hvd.init()
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        >>> x, y = np.ones((32, 4), "float32"), np.ones((32, 1), "float32")  # this rank's data
+        >>> decay = hvd.callbacks.LearningRateScheduleCallback(0.1, multiplier=lambda epoch: 0.5**epoch)
+        >>> callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), decay]
+        >>> history = model.fit(x, y, epochs=3, verbose=0, callbacks=callbacks)
+        >>> round(float(model.optimizer.learning_rate), 6)  # in epoch 2
+        0.025
     """
 
     def __init__(

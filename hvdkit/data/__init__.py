@@ -1,15 +1,15 @@
 """Input data in a global order that does not depend on the number of ranks.
 
-:class:`GlobalBatches` takes arrays, files or a ``tf.data.Dataset``, and yields each rank's rows of every global batch,
-to a training loop, to Keras ``fit`` or to ``hk.fit``. ``files`` reads Parquet and other formats; :func:`mixture` mixes
-sources. :class:`Concatenated` joins several memory-mapped files into one array
-for it. Start reading with ``order.py``, which computes the examples in each row of a batch; then ``batches.py``.
+``hk.data.GlobalBatches`` takes arrays, files or a ``tf.data.Dataset``, and yields each rank's rows of every global
+batch, to a training loop, to Keras ``fit`` or to ``hk.fit``. ``hk.data.parquet`` and others read files,
+``hk.data.mixture`` mixes sources, and ``hk.data.Concatenated`` joins several memory-mapped files into one array.
+Start reading with ``order.py``, which computes the examples in each row of a batch; then ``batches.py``.
 """
 
 from hvdkit.data.arrays import Concatenated
 from hvdkit.data.batches import GlobalBatches
 from hvdkit.data.files import array_record, criteo, delimited, npy, parquet, tfrecord
-from hvdkit.data.mixture import mixture
+from hvdkit.data.mixtures import mixture
 
 __all__ = [
     "Concatenated",

@@ -12,7 +12,7 @@ from hvdkit.data.arrays import ArraySource
 from hvdkit.data.files.source import FileSource
 from hvdkit.data.growth import GrowingFiles, Growth
 from hvdkit.data.indexed import Mode, Shuffle
-from hvdkit.data.mixture import Mixture
+from hvdkit.data.mixtures import Mixture
 from hvdkit.data.order import Remainder
 from hvdkit.data.stream import StreamSource
 from hvdkit.errors import describe, integer

@@ -26,8 +26,11 @@ class Concatenated:
     Raises:
         ValueError: ``parts`` is empty, or the shapes or dtypes differ.
 
-    Example:
-        >>> rows = Concatenated([np.zeros((2, 3)), np.ones((4, 3))])
+    Examples:
+        >>> import numpy as np
+        >>> import hvdkit as hk
+        >>> files = [np.zeros((2, 3)), np.ones((4, 3))]  # or np.load(file, mmap_mode="r") of several files
+        >>> rows = hk.data.Concatenated(files)
         >>> len(rows), rows[np.array([1, 2])][:, 0].tolist()
         (6, [0.0, 1.0])
     """

@@ -19,7 +19,7 @@ from hvdkit.data.files.source import FileSource
 from hvdkit.data.growth import GrowingFiles, Growth
 from hvdkit.data.indexed import Mode
 from hvdkit.data.keras_dataset import batches_at_once, keras_dataset, weighted, weighted_spec
-from hvdkit.data.mixture import Mixture
+from hvdkit.data.mixtures import Mixture
 from hvdkit.errors import describe, integer
 
 if TYPE_CHECKING:
@@ -35,6 +35,10 @@ class GlobalBatches(Iterator[Any]):
     ``[r*B//N, (r+1)*B//N)`` of each global batch of B examples: the ranks' local batches, concatenated in rank order,
     equal the batch of a single process, and all ranks run the same number of steps. B need not be a multiple of N.
 
+    A batch has the structure of the data (array for array, tuple for tuple, dict for dict). Each leaf is
+    ``[local rows, ...]`` with ``(r+1)*B//N - r*B//N`` local rows: a NumPy array, or a TensorFlow tensor from a
+    ``tf.data.Dataset`` or with ``as_tensors``.
+
     A short last batch of an epoch is dropped (``remainder="drop"``) or padded to B (``"pad"``) with examples from the
     start of the epoch's order, repeated if necessary; for a stream, with the first examples of the batch itself. Filler
     has ``mask`` False and ``sample_weight`` 0.
@@ -42,15 +46,15 @@ class GlobalBatches(Iterator[Any]):
     Args:
         arrays_or_source: The entire data, the same on every rank: an array ``[n, ...]``, a nested tuple, list or dict
             of arrays of equal length (NumPy arrays, memory maps, TensorFlow tensors, h5py data sets, or any object with
-            ``len`` and indexing by an integer array), a source of files such as :func:`hvdkit.data.parquet`, or a
+            ``len`` and indexing by an integer array), a source of files such as ``hk.data.parquet``, or a
             ``tf.data.Dataset`` of single examples. From files, only the rows of this rank are read. Several sources are
-            mixed with :func:`hvdkit.data.mixture`.
+            mixed with ``hk.data.mixture``.
         global_batch_size: B, over all ranks; at least N.
         shuffle_seed: Shuffle each epoch with this seed, an integer >= 0. None keeps the order of the data.
         shuffle: "full": all examples are permuted. "blocks", for files: their blocks, such as row groups, are permuted,
             then rows within windows, so that each rank reads its own blocks only. Without a seed, blocks and rows keep
-            their order, but each batch has rows from several places (:mod:`hvdkit.data.block_order`).
-        epochs: Number of epochs. None repeats endlessly: to loop over epochs use :meth:`one_epoch`.
+            their order, but each batch has rows from several places (``hk.data.block_order``).
+        epochs: Number of epochs. None repeats endlessly: to loop over epochs use ``one_epoch``.
         remainder: How to handle an epoch's short last batch: "pad" or "drop".
         with_sample_weight: Yield ``(x, y, sample_weight)`` for data ``(x, y)``, as Keras expects it.
         as_tensors: Yield TensorFlow tensors, created without a copy; a ``tf.function`` takes them faster than arrays.
@@ -60,16 +64,12 @@ class GlobalBatches(Iterator[Any]):
             all lanes; default: 262,144.
         interleave: For ``shuffle="blocks"``: the number of lanes; default: 16. Each batch has rows from all lanes, and
             each lane reads its own blocks. Choose a multiple of N, and keep it when N changes.
-        growth: For files that are added during the run; see :meth:`add_new_files`. "append": epochs read the files
+        growth: For files that are added during the run; see ``add_new_files``. "append": epochs read the files
             that were there before, and the new ones. "replace": each epoch reads the files that are new to it. The
             state names the files.
-        rank: r, and
-        size: N, to override the cluster's. For the data-parallel part of a larger mesh, and for use without a cluster.
-
-    Yields:
-        The structure of the data (array for array, tuple for tuple, dict for dict), each leaf ``[local rows, ...]``
-        with ``(r+1)*B//N - r*B//N`` local rows. NumPy arrays; TensorFlow tensors from a ``tf.data.Dataset`` or with
-        ``as_tensors``.
+        rank: r; default: that of the cluster. For the data-parallel part of a larger mesh, and for use without a
+            cluster.
+        size: N; default: that of the cluster.
 
     Attributes:
         available_epochs: The number of epochs that can be read before files are added; None for no limit.
@@ -80,12 +80,24 @@ class GlobalBatches(Iterator[Any]):
         ValueError: Arrays empty or of unequal length, B < N, less than one batch with "drop", or an argument out of
             range.
 
-    Example:
-        >>> batches = GlobalBatches(np.arange(5), 2, epochs=1, rank=0, size=1)
+    Examples:
+        >>> import numpy as np
+        >>> import hvdkit as hk
+        >>> batches = hk.data.GlobalBatches(np.arange(5), 2, epochs=1, rank=0, size=1)  # usually after hk.init()
         >>> [(batch.tolist(), batches.mask.tolist()) for batch in batches]
         [([0, 1], [True, True]), ([2, 3], [True, True]), ([4, 0], [True, False])]
         >>> batches.state["epoch"], batches.state["step"]
         (1, 0)
+
+        Rank 1 of 2 of the same data:
+
+        >>> batches = hk.data.GlobalBatches(np.arange(5), 2, epochs=1, rank=1, size=2)
+        >>> [batch.tolist() for batch in batches], batches.mask.tolist(), batches.local_rows
+        ([[1], [3], [0]], [False], (1, 2))
+        >>> batches.count, batches.global_count, batches.sample_weight.tolist()  # of the last batch
+        (0, 1, [0.0])
+        >>> batches.epoch, batches.step, batches.steps_per_epoch, batches.is_even
+        (0, 3, 3, False)
     """
 
     def __init__(
@@ -155,8 +167,13 @@ class GlobalBatches(Iterator[Any]):
     def one_epoch(self) -> Iterator[Any]:
         """Yield the rest of this epoch, or the next epoch if this one has ended. Advances this iterator.
 
-        Example:
-            >>> batches = GlobalBatches(np.arange(4), 2, rank=0, size=1)
+        Yields:
+            Batches, as iteration does.
+
+        Examples:
+            >>> import numpy as np
+            >>> import hvdkit as hk
+            >>> batches = hk.data.GlobalBatches(np.arange(4), 2, rank=0, size=1)
             >>> [[batch.tolist() for batch in batches.one_epoch()] for epoch in range(2)]
             [[[0, 1], [2, 3]], [[0, 1], [2, 3]]]
         """
@@ -184,7 +201,7 @@ class GlobalBatches(Iterator[Any]):
 
     @property
     def global_count(self) -> int:
-        """b: the number of real examples of the batch just yielded, over all ranks."""
+        """The number b of real examples of the batch just yielded, over all ranks."""
         if self._count is None:
             raise RuntimeError(describe("GlobalBatches", "no batch yet", "a batch", "call next() on it first"))
         return self._count
@@ -242,14 +259,28 @@ class GlobalBatches(Iterator[Any]):
         return self.state_at(self.step)
 
     def state_at(self, global_step: int) -> dict[str, Any]:
-        """Return the :attr:`state` after ``global_step`` batches since the start of training.
+        """Return the ``state`` after ``global_step`` batches since the start of training.
 
         A pure function, for a training loop that prefetches its input (Keras ``fit``): save ``state_at(steps done)``,
         regardless of how much has been prefetched.
 
+        Args:
+            global_step: steps over all epochs.
+
+        Returns:
+            A JSON-compatible dict, for ``restore``.
+
         Raises:
             ValueError: ``global_step`` is negative, before the last files were added, or beyond what has been read of a
                 stream of unknown length.
+
+        Examples:
+            >>> import numpy as np
+            >>> import hvdkit as hk
+            >>> batches = hk.data.GlobalBatches(np.arange(8), 2, rank=0, size=1)  # 4 steps per epoch
+            >>> state = batches.state_at(5)
+            >>> state["epoch"], state["step"], state["global_step"]
+            (1, 1, 5)
         """
         first_epoch, first_step = self._first
         integer("global_step", global_step, minimum=first_step)
@@ -266,9 +297,23 @@ class GlobalBatches(Iterator[Any]):
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a saved ``state``, at any number of ranks.
 
+        Args:
+            state: ``state`` of this or an earlier run, or the result of ``state_at``.
+
         Raises:
             ValueError: The state is from a different seed, data set size or batch size, so that its position is
                 meaningless here; or it is not a state.
+
+        Examples:
+            >>> import numpy as np
+            >>> import hvdkit as hk
+            >>> saved = hk.data.GlobalBatches(np.arange(8), 2, shuffle_seed=0, rank=0, size=1).state_at(global_step=5)
+            >>> saved["epoch"], saved["step"]
+            (1, 1)
+            >>> batches = hk.data.GlobalBatches(np.arange(8), 2, shuffle_seed=0, rank=1, size=2)  # another rank count
+            >>> batches.restore(saved)
+            >>> len(list(batches.one_epoch()))  # steps left in epoch 1
+            3
         """
         other = copy.copy(self)
         if self._files is not None:
@@ -296,7 +341,7 @@ class GlobalBatches(Iterator[Any]):
 
         Returns:
             The names of the new files. An empty list if nothing changes: no file is new, or, with
-            ``growth="replace"``, the new files have too few rows for a batch.
+                ``growth="replace"``, the new files have too few rows for a batch.
 
         Raises:
             TypeError: The data are not files with ``growth=``.
@@ -304,13 +349,26 @@ class GlobalBatches(Iterator[Any]):
             DataError: A new file is damaged, or one that is to be read again has changed or disappeared.
             CollectiveMismatchError: Ranks call this at different epochs, or see different files.
 
-        Example:
-            >>> batches = GlobalBatches(hk.data.parquet("clicks/"), 65536, growth="replace")  # doctest: +SKIP
-            >>> while True:  # doctest: +SKIP
-            ...     for batch in batches.one_epoch():
-            ...         train_step(batch)
-            ...     while not batches.add_new_files():
-            ...         time.sleep(60)
+        Examples:
+            >>> import pathlib, tempfile
+            >>> import numpy as np
+            >>> import hvdkit as hk
+            >>> cluster = hk.init()
+            >>> folder = pathlib.Path(hk.broadcast_object(tempfile.mkdtemp()))  # one folder for all ranks
+            >>> if hk.is_chief():
+            ...     np.save(folder / "day-1.npy", np.arange(100))
+            >>> hk.barrier()
+            >>> batches = hk.data.GlobalBatches(hk.data.npy(folder), 50, growth="replace")
+            >>> sum(batches.global_count for batch in batches.one_epoch())
+            100
+            >>> if hk.is_chief():  # usually another program
+            ...     np.save(folder / "_day-2.npy", np.arange(200))
+            ...     _ = (folder / "_day-2.npy").rename(folder / "day-2.npy")
+            >>> hk.barrier()
+            >>> batches.add_new_files()  # in a loop, with time.sleep, until there is one
+            ['day-2.npy']
+            >>> sum(batches.global_count for batch in batches.one_epoch())
+            200
         """
         if self._files is None:
             remedy = "pass GlobalBatches(growth='append') or 'replace'"
@@ -337,6 +395,17 @@ class GlobalBatches(Iterator[Any]):
         """Return a JSON-compatible fingerprint, equal on ranks with equal data and order.
 
         It has the arguments that determine the order, sizes, dtypes and checksums.
+
+        Returns:
+            Values by name, to compare.
+
+        Examples:
+            >>> import numpy as np
+            >>> import hvdkit as hk
+            >>> batches = hk.data.GlobalBatches(np.arange(8), 2, shuffle_seed=7, rank=0, size=1)
+            >>> same = hk.data.GlobalBatches(np.arange(8), 2, shuffle_seed=7, rank=1, size=2)
+            >>> batches.fingerprint() == same.fingerprint()
+            True
         """
         settings = {"seed": self._shuffle.seed, "batch_size": self._batch_size, "remainder": self._remainder}
         order_settings = {
@@ -351,7 +420,7 @@ class GlobalBatches(Iterator[Any]):
 
         It has ``steps_per_epoch`` elements (for a stream of unknown length, as many as the epoch has), and each pass
         continues with the next ones, so ``fit(dataset, epochs=3)`` needs no other argument. It prefetches
-        independently, without advancing this iterator. Save ``state_at(steps done)``. After :meth:`restore` the next
+        independently, without advancing this iterator. Save ``state_at(steps done)``. After ``restore`` the next
         pass starts there.
 
         ``sample_weight`` has the rank of the labels, ``[rows, 1, ...]``, to be multiplied with losses of any shape. For
@@ -362,13 +431,26 @@ class GlobalBatches(Iterator[Any]):
         loss, which overcounts its examples in the metrics: drop it with ``remainder="drop"`` (with a seed, different
         examples are dropped in every epoch). ``"pad"`` logs a warning to the user.
 
+        Returns:
+            A data set of this rank's rows.
+
         Raises:
             TypeError: The data is a list, or a tuple of more than three.
             ValueError: Data without labels need weights: N does not divide B, or an epoch's last batch may be short.
 
-        Example:
-            >>> batches = GlobalBatches((x, y), 256, shuffle_seed=0, remainder="drop")  # doctest: +SKIP
-            >>> model.fit(batches.as_keras(), epochs=3)  # doctest: +SKIP
+        Examples:
+            >>> import keras
+            >>> import numpy as np
+            >>> import hvdkit as hk
+            >>> cluster = hk.init()
+            >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+            >>> model.compile(hk.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+            >>> data = np.ones((32, 4), "float32"), np.ones((32, 1), "float32")
+            >>> batches = hk.data.GlobalBatches(data, 12, shuffle_seed=0, remainder="drop")
+            >>> callbacks = [hk.callbacks.BroadcastInitial(), hk.callbacks.MetricAverage()]
+            >>> history = model.fit(batches.as_keras(), epochs=3, verbose=0, callbacks=callbacks)
+            >>> len(history.epoch), int(model.optimizer.iterations)  # 2 steps per epoch
+            (3, 6)
         """
         parts = arguments.keras_parts(self._source.structure)
         if parts == 1 and not self.is_even:
@@ -403,7 +485,17 @@ class GlobalBatches(Iterator[Any]):
 
         Its elements are ``(data, b, digest)``: rows ``[r*b//N, (r+1)*b//N)`` of the b real examples of a global batch,
         or one of its rows if that range is empty; int32 b; and the int64 digest of a stream's batch, otherwise 0. There
-        are neither filler nor weights. Each pass continues like those of :meth:`as_keras`.
+        are neither filler nor weights. Each pass continues like those of ``as_keras``.
+
+        Returns:
+            A data set of this rank's rows.
+
+        Examples:
+            >>> import numpy as np
+            >>> import hvdkit as hk
+            >>> batches = hk.data.GlobalBatches(np.arange(5), 4, rank=1, size=2)
+            >>> [(rows.numpy().tolist(), int(count)) for rows, count, _ in batches.as_shares()]
+            [([2, 3], 4), ([4], 1)]
         """
         import tensorflow as tf
 
@@ -425,13 +517,41 @@ class GlobalBatches(Iterator[Any]):
         return self._as_dataset(other, add_count_and_digest, specs, at_once)
 
     def copy_at(self, epoch: int, step: int) -> GlobalBatches:
-        """Return another iterator over the same data, positioned at a step of an epoch."""
+        """Return another iterator over the same data, positioned at a step of an epoch.
+
+        Args:
+            epoch: the epoch, from 0.
+            step: the step in the epoch, from 0.
+
+        Returns:
+            An iterator that shares the data with this one, which is not advanced.
+
+        Examples:
+            >>> import numpy as np
+            >>> import hvdkit as hk
+            >>> batches = hk.data.GlobalBatches(np.arange(6), 2, rank=0, size=1)
+            >>> [batch.tolist() for batch in batches.copy_at(0, 1).one_epoch()]
+            [[2, 3], [4, 5]]
+        """
         other = copy.copy(self)
         other.move_to(epoch, step)
         return other
 
     def move_to(self, epoch: int, step: int) -> None:
-        """Continue at a step of an epoch."""
+        """Continue at a step of an epoch.
+
+        Args:
+            epoch: the epoch, from 0.
+            step: the step in the epoch, from 0.
+
+        Examples:
+            >>> import numpy as np
+            >>> import hvdkit as hk
+            >>> batches = hk.data.GlobalBatches(np.arange(6), 2, rank=0, size=1)
+            >>> batches.move_to(0, 2)
+            >>> next(batches).tolist()
+            [4, 5]
+        """
         self.restore({"epoch": epoch, "step": step, **self._identity()})
 
     # ---- inside -----------------------------------------------------------------------------------------------

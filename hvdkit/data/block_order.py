@@ -18,7 +18,7 @@ epoch and at most two blocks more per lane. The order itself does not depend on 
 from L places of the sequence.
 
 The sequences of all epochs, one after the other, are the passes over the source. In a mixture
-(:mod:`hvdkit.data.mixture`), an epoch may have a part of a pass, or several.
+(:mod:`hvdkit.data.mixtures`), an epoch may have a part of a pass, or several.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
 
     Args:
         tables: the tables.
-        plan: "auto" (small tables replicated, all others sharded by rows); a :class:`hvdkit.sharding.plan.Plan`; or
+        plan: "auto" (small tables replicated, all others sharded by rows); the result of ``hk.plan_tables``; or
             explicit placements, ``{"items": "row" | "div" | "column" | "table" | "replicated"}``; the placements of
             other tables are chosen automatically.
         seed: seed of random initial values, which depend on the seed, the table's name and the row, but not on the
@@ -60,7 +60,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
         out_of_range: how to handle ids out of range: "error" (on every rank, naming feature, value and table), "wrap"
             (modulo the number of rows), or "drop" (zeros, or skipped by a combiner).
         dp_input: True: a rank passes its examples' ids for all features. False: it passes the ids of the
-            entire global batch for :attr:`local_features`, those of the tables that it holds; ids are not exchanged. Of
+            entire global batch for ``local_features``, those of the tables that it holds; ids are not exchanged. Of
             B examples rank r of N then gets the vectors of examples ``[r*B//N, (r+1)*B//N)``, like
             ``hk.data.GlobalBatches``. Tables must be placed by "table" (the choice of "auto") or "column", and every
             example must have one vector: use a combiner, or ids ``[B]``.
@@ -74,11 +74,17 @@ class ShardedEmbeddingCollection(ShardedLayer):
         ValueError, TypeError: an argument is invalid; a feature is missing; ids are not integers.
         CollectiveMismatchError: ranks have different tables or placements.
 
-    Example::
-
-        tables = [hk.layers.Table("user", 5_000_000, 32), hk.layers.Table("tags", 10_000, 16, combiner="mean")]
-        embed = hk.layers.ShardedEmbeddingCollection(tables, seed=1)
-        vectors = embed({"user": users, "tags": tf.ragged.constant([[3, 1], [], [7]])})  # [B, 32] and [B, 16]
+    Examples:
+        >>> import tensorflow as tf
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> tables = [hk.layers.Table("user", 50_000, 32), hk.layers.Table("tags", 1000, 16, combiner="mean")]
+        >>> embed = hk.layers.ShardedEmbeddingCollection(tables, seed=1)
+        >>> vectors = embed({"user": tf.constant([4, 7, 4]), "tags": tf.ragged.constant([[3, 1], [], [7]])})
+        >>> vectors["user"].shape, vectors["tags"].shape
+        (TensorShape([3, 32]), TensorShape([3, 16]))
+        >>> embed.gather("user").shape  # the entire table
+        (50000, 32)
     """
 
     _floats = False  # whether ids may be floats
@@ -142,7 +148,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
         """Look up the vectors of all features.
 
         Args:
-            inputs: every feature's ids, or ids and weights, optionally in nested dicts; or the result of :meth:`ask`.
+            inputs: every feature's ids, or ids and weights, optionally in nested dicts; or the result of ``ask``.
             training: True, as in ``fit``: new ids in tables with eviction are assigned rows. Otherwise they give zeros;
                 with None, a gradient of such a table raises a LookupError.
 
@@ -176,18 +182,25 @@ class ShardedEmbeddingCollection(ShardedLayer):
         Args:
             inputs: as for a call.
 
+        Returns:
+            The request, to pass to the layer; also from one call of a ``tf.function`` to the next.
+
         Raises:
             ValueError: the layer has ``dp_input=False``, so ids are not exchanged.
 
-        Example::
-
-            @tf.function
-            def step(pending, labels, next_ids):
-                next_pending = embed.ask(next_ids)  # exchanged while this step computes
-                with tf.GradientTape() as tape:
-                    loss = loss_of(model(embed(pending, training=True)), labels)
-                ...
-                return next_pending, loss
+        Examples:
+            >>> import tensorflow as tf
+            >>> import hvdkit as hk
+            >>> cluster = hk.init()
+            >>> embed = hk.layers.ShardedEmbeddingCollection([hk.layers.Table("user", 1000, 8)])
+            >>> @tf.function
+            ... def step(pending, next_ids):
+            ...     next_pending = embed.ask(next_ids)  # exchanged while this step computes
+            ...     vectors = embed(pending, training=True)["user"]
+            ...     return next_pending, tf.reduce_sum(vectors)
+            >>> pending = embed.ask({"user": tf.constant([0, 1])})
+            >>> for batch in ([2, 3], [4, 5]):
+            ...     pending, loss = step(pending, {"user": tf.constant(batch)})
         """
         if not self.dp_input:
             raise ValueError(describe("ask", "dp_input=False", "dp_input=True", "call the layer: no ids are exchanged"))
@@ -258,21 +271,62 @@ class ShardedEmbeddingCollection(ShardedLayer):
         return self._nest(inputs, masks)
 
     def gather(self, table: str, root: int | None = None) -> np.ndarray | None:
-        """Return an entire table ``[input_dim, output_dim]`` on every rank, or only on ``root`` and None elsewhere.
+        """Return an entire table on every rank, or only on ``root``. Every rank calls it.
 
-        Every rank calls it. Raises ValueError if the table or rank does not exist.
+        Args:
+            table: the table's name.
+            root: the rank that gets the table; None for all.
+
+        Returns:
+            ``[input_dim, output_dim]``; None on ranks other than ``root``.
+
+        Raises:
+            ValueError: the table or rank does not exist.
         """
         return self._built_store().gather(table, root)
 
     def ids(self, table: str) -> np.ndarray:
-        """Return the id of each row of a table with eviction, ``[input_dim]`` int64, -2**63 for free rows.
+        """Return the id of each row of a table with eviction. Every rank calls it.
 
-        Every rank calls it. Raises ValueError if the table does not evict.
+        Args:
+            table: the table's name.
+
+        Returns:
+            ``[input_dim]`` int64, -2**63 for free rows.
+
+        Raises:
+            ValueError: the table does not exist or does not evict.
+
+        Examples:
+            >>> import numpy as np
+            >>> import hvdkit as hk
+            >>> cluster = hk.init()
+            >>> embed = hk.layers.ShardedEmbeddingCollection([hk.layers.Table("words", 64, 8, evict="lru")])
+            >>> vectors = embed({"words": np.array([-5, 10**12])}, training=True)  # any integers; new ones get a row
+            >>> sorted(embed.ids("words").tolist())[-2:]
+            [-5, 1000000000000]
         """
         return self._built_store().ids(table)
 
     def assign(self, table: str, full_array: npt.ArrayLike) -> None:
-        """Set an entire table from ``[input_dim, output_dim]``; each rank takes its part, without communication."""
+        """Set an entire table; each rank takes its part, without communication.
+
+        Args:
+            table: the table's name.
+            full_array: ``[input_dim, output_dim]``, the same on every rank.
+
+        Raises:
+            ValueError: the table does not exist, or the array has the wrong shape.
+
+        Examples:
+            >>> import numpy as np
+            >>> import hvdkit as hk
+            >>> cluster = hk.init()
+            >>> embed = hk.layers.ShardedEmbeddingCollection([hk.layers.Table("user", 10, 2)])
+            >>> embed.assign("user", np.arange(20).reshape(10, 2))
+            >>> embed({"user": np.array([9])})["user"].numpy()
+            array([[18., 19.]], dtype=float32)
+        """
         self._built_store().assign(table, full_array)
 
     def get_weights(self) -> list[np.ndarray]:
@@ -349,7 +403,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
         return nest_outputs(whole, outputs, self.lookups)
 
     def get_config(self) -> dict[str, Any]:
-        """Return the layer's config for :meth:`from_config`."""
+        """Return the layer's config for ``from_config``."""
         tables = [table_config(table) for table in self.tables]
         names = ("seed", "compression", "out_of_range", "dp_input")
         options = {name: getattr(self, name) for name in names}
@@ -357,7 +411,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> ShardedEmbeddingCollection:
-        """Create a layer from the result of :meth:`get_config`."""
+        """Create a layer from the result of ``get_config``."""
         return cls(**{**config, "tables": [table_of(table) for table in config["tables"]]})
 
 

@@ -39,9 +39,9 @@ class _Lookup(ShardedEmbeddingCollection):
 class ShardedEmbedding(ShardedLayer):
     """A ``keras.layers.Embedding`` sharded across ranks.
 
-    Each rank holds 1/N of the table; a lookup exchanges the distinct ids and their rows. See
-    :class:`ShardedEmbeddingCollection`, which looks up any number of tables in one exchange, for ids, combiners and
-    the requirements on ranks.
+    Each rank holds 1/N of the table; a lookup exchanges the distinct ids and their rows. For ids, combiners and the
+    requirements on ranks, see ``hk.layers.ShardedEmbeddingCollection``, which looks up any number of tables in one
+    exchange.
 
     Ids may be floats, as Keras passes them in a ``Sequential`` without ``keras.Input``, if they are whole numbers and
     the dtype represents every row exactly (float32: tables of up to 16,777,216 rows).
@@ -56,21 +56,35 @@ class ShardedEmbedding(ShardedLayer):
         embeddings_regularizer: ``L1``, ``L2`` or ``L1L2`` of ``keras.regularizers``, or a name: a penalty on the entire
             table, in the layer's ``losses`` on every rank. Each step then reads and updates the entire table.
         mask_zero: id 0 is padding. Without a combiner the output has a Keras mask; a combiner skips padding.
-        optimizer: optimizer of this table, instead of the model's; see :class:`hvdkit.layers.Table`.
-        evict, host: as for :class:`hvdkit.layers.Table`.
-        seed, compression, out_of_range: as for the collection.
+        optimizer: optimizer of this table, instead of the model's; see ``hk.layers.Table``.
+        evict: as for ``hk.layers.Table``.
+        host: as for ``hk.layers.Table``.
+        seed: as for ``hk.layers.ShardedEmbeddingCollection``.
+        compression: as for ``hk.layers.ShardedEmbeddingCollection``.
+        out_of_range: as for ``hk.layers.ShardedEmbeddingCollection``.
         **kwargs: arguments of ``keras.layers.Layer``.
 
     Raises:
         TypeError: ids are floats whose dtype cannot represent every row, or an argument of ``keras.layers.Embedding``
             is not supported.
-        ValueError: an id is not a whole number; or as for the collection.
+        ValueError: an id is not a whole number; or as for ``hk.layers.ShardedEmbeddingCollection``.
 
-    Example::
-
-        model = keras.Sequential([hk.layers.ShardedEmbedding(10_000_000, 64),
-                                  keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(1)])
-        model.compile(hk.DistributedOptimizer(keras.optimizers.Adagrad(0.1)), "mse")
+    Examples:
+        >>> import keras
+        >>> import numpy as np
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> embedding = hk.layers.ShardedEmbedding(1000, 8, combiner="mean", seed=1)
+        >>> model = keras.Sequential([keras.Input((None,), dtype="int32"), embedding, keras.layers.Dense(1)])
+        >>> model.compile(hk.DistributedOptimizer(keras.optimizers.Adagrad(0.1)), "mse", jit_compile=False)
+        >>> model(np.array([[1, 2, 3], [7, 8, 999]])).shape  # this rank's ids
+        TensorShape([2, 1])
+        >>> embedding.gather().shape  # the entire table, on every rank
+        (1000, 8)
+        >>> embedding.assign(np.ones((1000, 8)))
+        >>> vectors = embedding(embedding.ask(np.array([[1, 2, 3]])))  # ids are exchanged in advance
+        >>> vectors.shape, float(vectors[0, 0])
+        (TensorShape([1, 8]), 1.0)
     """
 
     def __init__(
@@ -138,7 +152,14 @@ class ShardedEmbedding(ShardedLayer):
 
     @graph_safe
     def ask(self, inputs: Any) -> PendingLookup:
-        """Request the rows of the next call in advance; see :meth:`ShardedEmbeddingCollection.ask`."""
+        """Request the rows of the next call in advance; see ``hk.layers.ShardedEmbeddingCollection.ask``.
+
+        Args:
+            inputs: ids, as for a call.
+
+        Returns:
+            The request, to pass to the layer instead of ids.
+        """
         return self._collection.ask({_TABLE: inputs})
 
     def compute_output_spec(self, inputs: Any, **_: Any) -> Any:
@@ -156,15 +177,48 @@ class ShardedEmbedding(ShardedLayer):
         return None if masks is None else masks[_TABLE]
 
     def gather(self, root: int | None = None) -> np.ndarray | None:
-        """Return the unsharded table on every rank, or only on ``root`` and None elsewhere. Every rank calls it."""
+        """Return the unsharded table on every rank, or only on ``root``. Every rank calls it.
+
+        Args:
+            root: the rank that gets the table; None for all.
+
+        Returns:
+            ``[input_dim, output_dim]``; None on ranks other than ``root``.
+
+        Raises:
+            ValueError: ``root`` is not a rank.
+        """
         return self._collection.gather(_TABLE, root)
 
     def ids(self) -> np.ndarray:
-        """Return the id of each row of a table with eviction; see :meth:`ShardedEmbeddingCollection.ids`."""
+        """Return the id of each row of a table with eviction, ``[input_dim]`` int64. Every rank calls it.
+
+        Returns:
+            As for ``hk.layers.ShardedEmbeddingCollection.ids``.
+
+        Raises:
+            ValueError: the table does not evict.
+
+        Examples:
+            >>> import numpy as np
+            >>> import hvdkit as hk
+            >>> cluster = hk.init()
+            >>> words = hk.layers.ShardedEmbedding(64, 8, evict="lru")
+            >>> vectors = words(np.array([-5, 10**12]), training=True)  # any integers; new ones get a row
+            >>> words.ids().shape, 10**12 in words.ids()
+            ((64,), True)
+        """
         return self._collection.ids(_TABLE)
 
     def assign(self, full_array: Any) -> None:
-        """Set the table from an unsharded array ``[input_dim, output_dim]``; each rank takes its part."""
+        """Set the table; each rank takes its part, without communication.
+
+        Args:
+            full_array: ``[input_dim, output_dim]``, the same on every rank.
+
+        Raises:
+            ValueError: the array has the wrong shape.
+        """
         self._collection.assign(_TABLE, full_array)
 
     def get_weights(self) -> list[np.ndarray]:
@@ -186,5 +240,5 @@ class ShardedEmbedding(ShardedLayer):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> ShardedEmbedding:
-        """Create a layer from the result of :meth:`get_config`."""
+        """Create a layer from the result of ``get_config``."""
         return cls(**deserialize(config, ("embeddings_initializer", "embeddings_regularizer", "optimizer")))

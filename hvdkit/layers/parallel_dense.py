@@ -85,27 +85,40 @@ class _ParallelDense(ShardedLayer):
 class ColumnParallelDense(_ParallelDense):
     """A dense layer whose kernel is sharded by columns: each rank of a mesh axis computes some of the outputs.
 
-    Rank r of the M along ``axis`` holds columns ``rows_of("div", units, r, M)``. The inputs must be the same on all of
-    them. Followed by a :class:`RowParallelDense`, the two need one allreduce forward and one backward.
+    Rank r of the M along ``axis`` holds the r-th of M contiguous ranges of columns. The inputs must be the same on all
+    of them. Followed by a ``hk.layers.RowParallelDense``, the two need one allreduce forward and one backward.
 
     Args:
         units: outputs over all ranks of the axis.
         gather_output: concatenate all ranks' outputs; with False each rank returns only its own.
-        activation, use_bias, kernel_initializer, bias_initializer: as for ``keras.layers.Dense``.
-        seed: seed of the initializers; None uses theirs, or draws one for all ranks. With the same seed, weights equal
-            those of ``keras.layers.Dense``.
-        axis: an axis of the mesh passed to ``hk.init``; without such an axis the layer is not sharded.
-        **kwargs: arguments of ``keras.layers.Layer``.
+        **kwargs: the options below, and the arguments of ``keras.layers.Layer``.
+
+    Keyword Args:
+        activation (Any): as for ``keras.layers.Dense``.
+        use_bias (bool): as for ``keras.layers.Dense``.
+        kernel_initializer (Any): as for ``keras.layers.Dense``.
+        bias_initializer (Any): as for ``keras.layers.Dense``.
+        seed (int | None): seed of the initializers; None uses theirs, or draws one for all ranks. With the same seed,
+            weights equal those of ``keras.layers.Dense``.
+        axis (str): an axis of the mesh passed to ``hk.init``; without such an axis the layer is not sharded.
 
     Raises:
         ValueError, TypeError: an argument is invalid.
         CollectiveMismatchError: ranks created different layers.
 
-    Example::
+    Examples:
+        On 4 ranks, ``hk.init(mesh={"data": 2, "model": 2})`` divides both matrices of this block by 2:
 
-        hk.init(mesh={"data": 2, "model": 2})
-        block = keras.Sequential([hk.layers.ColumnParallelDense(4096, activation="gelu"),
-                                  hk.layers.RowParallelDense(1024)])
+        >>> import keras
+        >>> import tensorflow as tf
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> columns = hk.layers.ColumnParallelDense(4096, activation="gelu")
+        >>> block = keras.Sequential([columns, hk.layers.RowParallelDense(64)])
+        >>> block(tf.ones([8, 64])).shape
+        TensorShape([8, 64])
+        >>> columns.kernel.shape == (64, 4096 // cluster.mesh.get("model", 1))
+        True
     """
 
     def __init__(self, units: int, *, gather_output: bool = False, **kwargs: Any):
@@ -147,16 +160,22 @@ class RowParallelDense(_ParallelDense):
         units: outputs.
         input_dim: inputs over all ranks of the axis; needed if the previous layer partitions them unevenly, or if
             ``input_is_parallel`` is True and their number is not M times this rank's.
-        input_is_parallel: inputs are this rank's ``[..., local]``, the output of :class:`ColumnParallelDense`; with
-            False, take this rank's columns of the full inputs.
-        **kwargs: the other arguments of :class:`ColumnParallelDense`, except ``gather_output``.
+        input_is_parallel: inputs are this rank's ``[..., local]``, the output of ``hk.layers.ColumnParallelDense``;
+            with False, take this rank's columns of the full inputs.
+        **kwargs: the other arguments of ``hk.layers.ColumnParallelDense``, except ``gather_output``.
 
     Raises:
         ValueError: the number of inputs differs from the number of this rank's rows.
 
-    Example::
-
-        hk.layers.RowParallelDense(1024)(hk.layers.ColumnParallelDense(4096, activation="gelu")(x))
+    Examples:
+        >>> import tensorflow as tf
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()  # mesh={"data": 2, "model": 2} on 4 ranks
+        >>> rows = hk.layers.RowParallelDense(64, input_is_parallel=False)
+        >>> rows(tf.ones([8, 4096])).shape  # on every rank of the axis
+        TensorShape([8, 64])
+        >>> rows.kernel.shape == (4096 // cluster.mesh.get("model", 1), 64)
+        True
     """
 
     def __init__(self, units: int, *, input_dim: int | None = None, input_is_parallel: bool = True, **kwargs: Any):

@@ -27,7 +27,7 @@ def vocabulary_parallel_cross_entropy(labels: Any, logits: Any, vocabulary: int,
 
     Args:
         labels: ``[...]`` integers, the same on all ranks of the axis.
-        logits: ``[..., local]``, this rank's columns, the output of ``ColumnParallelDense(vocabulary)``.
+        logits: ``[..., local]``, this rank's columns, the output of ``hk.layers.ColumnParallelDense(vocabulary)``.
         vocabulary: number of columns over all ranks.
         axis: the mesh axis.
 
@@ -37,10 +37,14 @@ def vocabulary_parallel_cross_entropy(labels: Any, logits: Any, vocabulary: int,
     Raises:
         ValueError: ``logits`` are not this rank's columns.
 
-    Example::
-
-        logits = hk.layers.ColumnParallelDense(50_000)(hidden)
-        loss = tf.reduce_mean(hk.layers.vocabulary_parallel_cross_entropy(tokens, logits, 50_000))
+    Examples:
+        >>> import tensorflow as tf
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()  # mesh={"data": 2, "model": 2} on 4 ranks
+        >>> logits = hk.layers.ColumnParallelDense(50_000, kernel_initializer="zeros")(tf.ones([2, 8]))
+        >>> losses = hk.layers.vocabulary_parallel_cross_entropy([3, 49_999], logits, 50_000)
+        >>> losses.shape, round(float(losses[0]), 2)  # log 50000
+        (TensorShape([2]), 10.82)
     """
     group = cluster.group(axis)
     logits, labels = tf.convert_to_tensor(logits), tf.convert_to_tensor(labels)

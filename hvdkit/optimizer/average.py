@@ -64,7 +64,7 @@ def average_gradients(
         Average   sum_r g_r / N,  or with weights  sum_r w_r g_r / sum_r w_r
         Sum       sum_r g_r,      or with weights  sum_r w_r g_r
 
-    where g_r is the gradient and w_r the weight of rank r.
+    with g_r the gradient and w_r the weight of rank r.
 
     If each rank's loss is the mean over its local batch, users pass the number of local examples as ``weight`` to get
     the gradient of the mean over the global batch, no matter how unevenly it is distributed. A rank without examples
@@ -82,7 +82,7 @@ def average_gradients(
             variables have already been summed over ranks when they were sent to the owner, and are only divided by N
             if ``op`` is Average. With these, or with synchronized BatchNormalization layers, pass ``weight`` to
             ``hk.DistributedGradientTape`` instead, which applies it before gradients are sent. Gradients of local
-            variables (:func:`hvdkit.register_local_variables`) are only scaled. Variables that are overwritten with
+            variables (``hk.register_local_variables``) are only scaled. Variables that are overwritten with
             their gradient (``overwrite_with_gradient``) get the maximum over ranks, without weight.
         process_set: the N ranks that combine their gradients, each with its own batch: an ``hk.ProcessSet`` or an axis
             of the mesh. Default: all ranks. Not supported for sharded variables, whose rows come from all ranks.
@@ -97,10 +97,19 @@ def average_gradients(
         CollectiveMismatchError: in eager mode, another rank passed different gradients or an invalid argument; the
             message names the rank and the tensor.
 
-    Example::
-
-        grads = tape.gradient(loss, model.trainable_variables)
-        grads = hk.average_gradients(grads, weight=len(images))
+    Examples:
+        >>> import tensorflow as tf
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> w, table = tf.Variable([1.0, 2.0]), tf.Variable(tf.ones([10_000, 8]))
+        >>> x = tf.ones([hk.rank() + 1])  # rank 0 has 1 example, rank 1 has 2, ...
+        >>> with tf.GradientTape() as tape:
+        ...     loss = tf.reduce_mean(x) * tf.reduce_sum(w * w) + tf.reduce_sum(tf.gather(table, [7]))
+        >>> dense, rows = hk.average_gradients(tape.gradient(loss, [w, table]), weight=len(x))
+        >>> dense.numpy()
+        array([2., 4.], dtype=float32)
+        >>> type(rows).__name__, rows.indices.numpy().tolist(), rows.values.shape
+        ('IndexedSlices', [7], TensorShape([1, 8]))
     """
     group = resolve(process_set)
     averaging = Averaging(op=op, weight=weight, compression=compression, group=group)

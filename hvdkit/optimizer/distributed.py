@@ -17,6 +17,7 @@ from hvdkit import cluster
 from hvdkit.collectives.ops import Average, ReduceOp, checked_op
 from hvdkit.collectives.process_sets import RankGroup, resolve
 from hvdkit.errors import describe
+from hvdkit.machine.supported import OLDEST_KERAS
 from hvdkit.optimizer.compression import wire_dtype
 from hvdkit.optimizer.copies import copy_of, subclass
 from hvdkit.optimizer.mixins import CombiningMixin, DistributedMixin, LossScale, LossScaleMixin, check_inner
@@ -26,10 +27,9 @@ from hvdkit.optimizer.sharded_state import ShardedStateMixin, check_shardable
 from hvdkit.sharding.shards import holding_of, is_local
 from hvdkit.sharding.variables import compare_variables
 
-if version.parse(keras.__version__) < version.parse("3.5"):
-    raise ImportError(
-        describe("keras", keras.__version__, "3.5 or newer: older ones clip before they accumulate", "upgrade keras")
-    )
+if version.parse(keras.__version__).release[:2] < OLDEST_KERAS:
+    expected = f"{'.'.join(map(str, OLDEST_KERAS))} or newer"
+    raise ImportError(describe("keras", keras.__version__, expected, "pip install --upgrade keras"))
 
 # Added after Keras 3.5.
 _Multi = getattr(keras.optimizers, "MultiOptimizer", ())
@@ -55,7 +55,7 @@ def DistributedOptimizer(
     wrapped only once. Under the ``mixed_float16`` policy the result is a ``LossScaleOptimizer`` around the copy; it
     unscales gradients only if ``scale_loss`` is called, as ``fit`` does.
 
-    Gradients of local variables (:func:`hvdkit.register_local_variables`) are scaled but not exchanged. Users can also
+    Gradients of local variables (``hk.register_local_variables``) are scaled but not exchanged. Users can also
     call ``register_local_var(variable)`` on the copy before it is built.
 
     Args:
@@ -83,15 +83,29 @@ def DistributedOptimizer(
     Raises:
         TypeError: ``optimizer`` is not a Keras 3 optimizer, is already distributed, or is built and cannot be copied;
             the message names the attribute.
-        ValueError: another argument is invalid, or ``shard_states`` is used with an optimizer that takes norms of whole
-            variables (Lamb, Adafactor, Muon, clipnorm).
-        ValueError: ``process_set`` does not contain this rank.
+        ValueError: another argument is invalid, ``process_set`` does not contain this rank, or ``shard_states`` is used
+            with an optimizer that takes norms of whole variables (Lamb, Adafactor, Muon, clipnorm).
         CollectiveMismatchError: with ``shard_states``, the state of a built optimizer differs between ranks.
         HvdkitError: at the first step with ``jit_compile=True``: Horovod has no XLA kernels.
 
-    Example::
+    Examples:
+        In plain ``fit``, and in a custom training loop:
 
-        model.compile(hk.DistributedOptimizer(keras.optimizers.Adam(1e-3)), "mse", jit_compile=False)
+        >>> import keras
+        >>> import numpy as np
+        >>> import tensorflow as tf
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile(hk.DistributedOptimizer(keras.optimizers.Adam(1e-3)), "mse", jit_compile=False)
+        >>> x, y = np.ones((32, 4), "float32"), np.ones((32, 1), "float32")  # this rank's data
+        >>> history = model.fit(x, y, verbose=0, callbacks=[hk.callbacks.BroadcastInitial()])
+
+        >>> w = tf.Variable(1.0)
+        >>> optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(0.5))
+        >>> optimizer.apply([tf.constant(2.0 * hk.rank())], [w])  # the average over ranks is size - 1
+        >>> float(w) == 1 - 0.5 * (hk.size() - 1)
+        True
     """
     _check_optimizer(optimizer)
     wire_dtype(compression)

@@ -37,18 +37,36 @@ def load_model(
 
     Args:
         path: a ``.keras`` file, or another file that Keras can load, readable by every rank.
-        custom_objects, compile, safe_mode: as for ``keras.models.load_model``.
-        **options: options of :func:`hvdkit.DistributedOptimizer`: ``clip_global_norm``, ``compression``, ...
+        custom_objects: as for ``keras.models.load_model``.
+        compile: as for ``keras.models.load_model``.
+        safe_mode: as for ``keras.models.load_model``.
+        **options: options of ``hk.DistributedOptimizer``: ``clip_global_norm``, ``compression``, ...
+
+    Returns:
+        The model, the same on every rank.
 
     Raises:
         ValueError: the optimizer state in the file does not match the model and these options; the file is an ``.h5``
             file, from which Keras does not restore optimizer state; or Keras itself raises it.
         CollectiveMismatchError: another rank could not load its file, or its model has different shapes.
 
-    Example::
-
-        model = hk.load_model("model.keras")
-        hk.fit(model, x, y, batch_size=64, epochs=4, initial_epoch=2)
+    Examples:
+        >>> import tempfile
+        >>> import keras
+        >>> import numpy as np
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile("adam", "mse")
+        >>> x, y = np.ones((32, 4)), np.ones((32, 1))
+        >>> history = hk.fit(model, x, y, epochs=2, verbose=0)
+        >>> file = hk.broadcast_object(tempfile.mkdtemp()) + "/model.keras"  # one file for all ranks
+        >>> model.save(file)  # after hk.fit, all ranks may do so
+        >>> hk.barrier()
+        >>> model = hk.load_model(file)
+        >>> int(model.optimizer.iterations)
+        2
+        >>> history = hk.fit(model, x, y, epochs=4, initial_epoch=2, verbose=0)
     """
     loaded: list[Any] = []
     gather(

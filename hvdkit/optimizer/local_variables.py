@@ -37,11 +37,18 @@ def register_local_variables(variables: AnyVariable | Iterable[AnyVariable] | ke
         TypeError: ``variables`` contains something else.
         ValueError: a layer is not built, or a variable is sharded.
 
-    Example::
-
-        adapter = keras.layers.Dense(4)
-        adapter.build((None, 16))
-        hk.register_local_variables(adapter)
+    Examples:
+        >>> import keras
+        >>> import numpy as np
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> adapter = keras.layers.Dense(4)
+        >>> adapter.build((None, 16))
+        >>> hk.register_local_variables(adapter)
+        >>> adapter.set_weights([np.zeros((16, 4)), np.full(4, hk.rank())])
+        >>> hk.broadcast_variables(adapter.variables)  # skips them
+        >>> adapter.bias.numpy().tolist() == [hk.rank()] * 4
+        True
     """
     for variable in _listed(variables):
         tf_variable(variable)

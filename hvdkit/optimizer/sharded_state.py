@@ -94,8 +94,15 @@ class ShardedStateMixin(CombiningMixin):
     def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
         super()._apply_weight_decay([v for v in variables if 0 not in v.shape])  # type: ignore[misc]
 
+    def _var_key(self, variable: Any) -> Any:
+        return super()._var_key(self._hvdkit_partition.original_of(variable))  # type: ignore[misc]
+
     def _use_weight_decay(self, variable: Any) -> bool:
         return super()._use_weight_decay(self._hvdkit_partition.original_of(variable))  # type: ignore
+
+    def _is_excluded_from_weight_decay(self, variable: Any) -> bool:
+        # Keras 3.16 calls it in `build`, for the variables that it is built over.
+        return super()._is_excluded_from_weight_decay(self._hvdkit_partition.original_of(variable))  # type: ignore
 
     def _update_model_variables_moving_average(self, trainable_variables: Sequence[Any]) -> None:
         updated = self._hvdkit_partition.targets or trainable_variables

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class DistributedGradientTape:
-    """Wrap a ``tf.GradientTape`` so that :meth:`gradient` returns gradients combined over all ranks.
+    """Wrap a ``tf.GradientTape`` so that ``gradient`` returns gradients combined over all ranks.
 
     Supports TensorFlow and Keras variables. Use it as a context manager, or wrap a tape that has already recorded.
     Apply the gradients with a plain Keras optimizer. With sharded or local variables, users need
@@ -35,17 +35,28 @@ class DistributedGradientTape:
 
     Args:
         tape: the recording tape.
-        op, weight, compression, process_set: as for :func:`hvdkit.average_gradients`.
+        op: as for ``hk.average_gradients``.
+        weight: as for ``hk.average_gradients``.
+        compression: as for ``hk.average_gradients``.
+        process_set: as for ``hk.average_gradients``.
 
     Raises:
         TypeError: ``tape`` is not a tape.
         ValueError: ``process_set`` does not contain this rank.
 
-    Example::
-
-        with hk.DistributedGradientTape(tf.GradientTape()) as tape:
-            loss = loss_of(model(images), labels)
-        grads = tape.gradient(loss, model.trainable_variables)
+    Examples:
+        >>> import tensorflow as tf
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> w, scale = tf.Variable([1.0, 2.0]), tf.Variable(1.0)
+        >>> with hk.DistributedGradientTape(tf.GradientTape()) as tape:
+        ...     tape.register_local_source(scale)  # each rank has its own
+        ...     loss = tf.reduce_sum(w * w) * scale
+        >>> of_w, of_scale = tape.gradient(loss, [w, scale])
+        >>> of_w.numpy()  # the average over ranks
+        array([2., 4.], dtype=float32)
+        >>> float(of_scale) == 5 / hk.size()
+        True
     """
 
     _local_layers: tuple[Any, ...] = ()
@@ -75,15 +86,28 @@ class DistributedGradientTape:
         return getattr(self._tape, name)
 
     def register_local_source(self, source: AnyVariable) -> None:
-        """Make the variable ``source`` local, as :func:`hvdkit.register_local_variables` does."""
+        """Make a variable local, as ``hk.register_local_variables`` does.
+
+        Args:
+            source: a TensorFlow or Keras variable.
+        """
         register_local_variables([source])
 
     @graph_safe
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the gradients of ``target`` with respect to ``sources``, combined over all ranks.
 
-        Args, Returns and Raises as for ``tf.GradientTape.gradient`` and :func:`hvdkit.average_gradients`; the
-        result has the structure of ``sources``.
+        Args:
+            target: as for ``tf.GradientTape.gradient``.
+            sources: as for ``tf.GradientTape.gradient``.
+            *args: as for ``tf.GradientTape.gradient``.
+            **kwargs: as for ``tf.GradientTape.gradient``.
+
+        Returns:
+            As for ``hk.average_gradients``, in the structure of ``sources``.
+
+        Raises:
+            TypeError, ValueError, CollectiveMismatchError: as for ``hk.average_gradients``.
         """
         for layer in self._local_layers:
             if layer.built:
@@ -122,22 +146,31 @@ class DistributedGradientTape:
 def PartialDistributedGradientTape(
     tape: tf.GradientTape, *, local_layers: keras.layers.Layer | Sequence[keras.layers.Layer] = (), **options: Any
 ) -> DistributedGradientTape:
-    """Return a :class:`DistributedGradientTape` that makes the weights of some layers local.
+    """Return a ``hk.DistributedGradientTape`` that makes the weights of some layers local.
 
     Args:
         tape: the recording tape.
         local_layers: a Keras layer or several. Their weights become local
-            (:func:`hvdkit.register_local_variables`) at the first gradient after they are built.
-        options: ``op``, ``weight``, ``compression`` and ``process_set``, as for :class:`DistributedGradientTape`.
+            (``hk.register_local_variables``) at the first gradient after they are built.
+        **options: ``op``, ``weight``, ``compression`` and ``process_set``, as for ``hk.DistributedGradientTape``.
+
+    Returns:
+        The tape.
 
     Raises:
         TypeError: ``local_layers`` contains something else, or ``tape`` is not a tape.
 
-    Example::
-
-        with hk.PartialDistributedGradientTape(tf.GradientTape(), local_layers=[head]) as tape:
-            loss = loss_of(head(body(images)), labels)
-        grads = tape.gradient(loss, body.trainable_variables + head.trainable_variables)
+    Examples:
+        >>> import keras
+        >>> import tensorflow as tf
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> body, head = keras.layers.Dense(16), keras.layers.Dense(4)  # a head per rank
+        >>> with hk.PartialDistributedGradientTape(tf.GradientTape(), local_layers=[head]) as tape:
+        ...     loss = tf.reduce_mean(head(body(tf.ones([2, 8]))))
+        >>> grads = tape.gradient(loss, body.trainable_variables + head.trainable_variables)
+        >>> [tuple(grad.shape) for grad in grads]
+        [(8, 16), (16,), (16, 4), (4,)]
     """
     layers = list(local_layers) if isinstance(local_layers, Iterable) else [local_layers]
     for layer in layers:

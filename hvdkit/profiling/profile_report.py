@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from hvdkit.errors import see
 from hvdkit.machine.terminal import aligned
 from hvdkit.profiling import trace
 from hvdkit.profiling.intervals import clip, total, union
@@ -33,7 +34,7 @@ def write_report(folder: Path, profiles: Sequence[RankProfile], log: Callable[[s
     problems = [f"rank {profile.rank}: {problem}" for profile in profiles for problem in profile.problems]
     (folder / "profile.json").write_text(json.dumps(as_json(ranks, problems), indent=1), encoding="utf-8")
     if not rows:
-        log("profile: no step was recorded; the run was too short, or nothing counts its steps: see docs/profiling.md")
+        log(f"profile: no step was recorded; the run was too short, or nothing counts its steps: {see('profiling')}")
         return
     print_table(rows, sys.stdout)
     sys.stdout.flush()

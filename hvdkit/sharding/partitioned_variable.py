@@ -27,11 +27,11 @@ from hvdkit.sharding.shards import AnyVariable, Piece, Shard, set_holding, write
 class PartitionedVariable:
     """A variable whose rows are sharded across ranks.
 
-    Rank r of N holds contiguous rows ("div") or every N-th row ("mod"); see :func:`hvdkit.sharding.partition.rows_of`.
+    Rank r of N holds contiguous rows ("div") or every N-th row ("mod").
     Initial values depend only on ``seed`` and the global row, not on N.
 
-    Every rank creates it, with the same arguments, and calls :meth:`lookup`, :meth:`gather` and :meth:`assign_rows`;
-    :meth:`assign` and :meth:`apply` do not exchange values.
+    Every rank creates it, with the same arguments, and calls ``lookup``, ``gather`` and ``assign_rows``. The methods
+    ``assign``, ``assign_local`` and ``apply`` do not exchange values.
 
     Args:
         shape: global shape ``[rows, ...]``; may have zero rows, or fewer rows than ranks.
@@ -49,18 +49,29 @@ class PartitionedVariable:
         name: as given.
         local: this rank's rows, a ``tf.Variable`` ``[local rows, ...]``, for ``tape.gradient`` and optimizers.
         local_rows: their global indices, a ``range``.
+        local_index: the same, and the complete ranges along the other axes.
 
     Raises:
         ValueError, TypeError: an argument is invalid.
         CollectiveMismatchError: ranks passed different arguments.
 
-    Example::
-
-        table = hk.PartitionedVariable((1_000_000, 64), initializer="uniform", partition="mod", seed=1)
-        with tf.GradientTape() as tape:
-            loss = loss_of(table.lookup(ids))
-        optimizer = hk.DistributedOptimizer(keras.optimizers.Adagrad(0.1))
-        optimizer.apply([tape.gradient(loss, table.local)], [table.local])
+    Examples:
+        >>> import keras
+        >>> import tensorflow as tf
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> table = hk.PartitionedVariable((1000, 8), initializer="ones", partition="mod", seed=1)
+        >>> table.local.shape == (len(range(hk.rank(), 1000, hk.size())), 8)
+        True
+        >>> optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(0.5))
+        >>> with tf.GradientTape() as tape:
+        ...     vectors = table.lookup([[7, 12, 999]])  # this rank's ids
+        ...     loss = tf.reduce_sum(vectors)
+        >>> vectors.shape
+        TensorShape([1, 3, 8])
+        >>> optimizer.apply([tape.gradient(loss, table.local)], [table.local])
+        >>> table.gather()[[6, 7], 0]  # row 7 was updated on the rank that holds it
+        array([1. , 0.5], dtype=float32)
     """
 
     def __init__(
@@ -150,7 +161,18 @@ class PartitionedVariable:
         return fetch_rows(sources, [1], lookup)[0][0].by_key()
 
     def gather(self, root: int | None = None) -> np.ndarray | None:
-        """Return the unsharded array on every rank, or only on ``root`` and None elsewhere. Every rank calls it."""
+        """Return the unsharded array on every rank, or only on ``root``. Every rank calls it.
+
+        Args:
+            root: the rank that gets the array; None for all.
+
+        Returns:
+            An array of the global shape; None on ranks other than ``root``.
+
+        Raises:
+            ValueError: ``root`` is not a rank.
+            HvdkitError: called inside a ``tf.function``.
+        """
 
         def check() -> None:
             if root is not None and not 0 <= integer("root", root, minimum=0) < cluster.size():
@@ -164,8 +186,20 @@ class PartitionedVariable:
     def assign(self, full_array: npt.ArrayLike) -> None:
         """Set the entire variable; each rank takes its rows of ``full_array``.
 
+        Args:
+            full_array: the new values, of the global shape, the same on every rank.
+
         Raises:
             ValueError: the array has the wrong shape.
+
+        Examples:
+            >>> import numpy as np
+            >>> import hvdkit as hk
+            >>> cluster = hk.init()
+            >>> variable = hk.PartitionedVariable((10, 4))
+            >>> variable.assign(np.ones((10, 4)))
+            >>> variable.gather().sum().item()
+            40.0
         """
         array = np.asarray(full_array)
         if array.shape != self.shape:
@@ -174,7 +208,20 @@ class PartitionedVariable:
         self.local.assign(tf.cast(array[rows.start : rows.stop : rows.step], self.dtype))
 
     def assign_local(self, values: npt.ArrayLike | tf.Tensor) -> None:
-        """Set this rank's rows."""
+        """Set this rank's rows.
+
+        Args:
+            values: the new values, with the shape of ``local``.
+
+        Examples:
+            >>> import numpy as np
+            >>> import hvdkit as hk
+            >>> cluster = hk.init()
+            >>> variable = hk.PartitionedVariable((10,), "int64")
+            >>> variable.assign_local(np.array(variable.local_rows) ** 2)
+            >>> variable.gather()
+            array([ 0,  1,  4,  9, 16, 25, 36, 49, 64, 81])
+        """
         self.local.assign(tf.cast(values, self.dtype))
 
     def assign_rows(self, ids: npt.ArrayLike | tf.Tensor, rows: npt.ArrayLike | tf.Tensor) -> None:
@@ -189,6 +236,15 @@ class PartitionedVariable:
         Raises:
             ValueError, TypeError: an id of this rank is out of range, or its values have the wrong shape.
             CollectiveMismatchError: another rank's ids or values are invalid.
+
+        Examples:
+            >>> import numpy as np
+            >>> import hvdkit as hk
+            >>> cluster = hk.init()
+            >>> variable = hk.PartitionedVariable((10, 4))
+            >>> variable.assign_rows([2, 9], np.ones((2, 4)))
+            >>> variable.gather()[:, 0].tolist()
+            [0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
         """
         checked: list[np.ndarray] = []
 
@@ -236,9 +292,13 @@ class PartitionedVariable:
         Raises:
             ValueError: the result has a different shape.
 
-        Example::
-
-            variable.apply(lambda rows: rows * 2 + 1)
+        Examples:
+            >>> import hvdkit as hk
+            >>> cluster = hk.init()
+            >>> variable = hk.PartitionedVariable((10, 4), initializer="ones")
+            >>> variable.apply(lambda rows: rows * 2 + 1)
+            >>> variable.lookup([9]).numpy()
+            array([[3., 3., 3., 3.]], dtype=float32)
         """
         result = tf.cast(fn(self.local.read_value()), self.dtype)
         if result.shape != self.local.shape:

@@ -128,9 +128,17 @@ def plan_tables(
         PlanError: no placement fits; the message names the fullest rank and the bytes that it needs.
         ValueError, TypeError: an argument is out of range.
 
-    Example::
-
-        print(hk.plan_tables([hk.layers.Table("items", 10_000_000, 64)], 4, optimizer="adagrad", batch_size=4096))
+    Examples:
+        >>> import hvdkit as hk
+        >>> tables = [hk.layers.Table("items", 10_000_000, 64), hk.layers.Table("tags", 100, 16)]
+        >>> print(hk.plan_tables(tables, 2, optimizer="adagrad", batch_size=4096))
+        table        rows  width    whole  placement
+        items  10,000,000     64  2.4 GiB  row
+        tags          100     16  6.2 KiB  replicated
+        <BLANKLINE>
+        rank  weights    slots  gradients  exchange    total
+           0  1.2 GiB  1.2 GiB    2.0 MiB   2.0 MiB  2.4 GiB
+           1  1.2 GiB  1.2 GiB    2.0 MiB   2.0 MiB  2.4 GiB
     """
     table_tuple, size = check_tables(tables), integer("size", size, minimum=1)
     batch = integer("batch_size", batch_size, minimum=1) * integer("ids_per_example", ids_per_example, minimum=1)

@@ -40,14 +40,23 @@ class Table:
         regularizer: a penalty on the entire table, which the layer adds to its losses: ``L1``, ``L2`` or ``L1L2`` of
             ``keras.regularizers``, or a name.
         mask_zero: id 0 is padding: a combiner skips it, and without a combiner the output has a Keras mask.
+        optimizer_key: class and configuration of ``optimizer``, set automatically; "" without one.
 
     Raises:
         TypeError, ValueError: an attribute is invalid.
 
-    Example::
-
-        hk.layers.Table("items", 1_000_000, 64, combiner="mean", features=("viewed", "bought"))
-        hk.layers.Table("users", 5_000_000, 32, optimizer=keras.optimizers.Adagrad(0.05))
+    Examples:
+        >>> import keras
+        >>> import hvdkit as hk
+        >>> items = hk.layers.Table("items", 1_000_000, 64, combiner="mean", features=("viewed", "bought"))
+        >>> items.bytes
+        256000000
+        >>> users = hk.layers.Table("users", 5_000_000, 32, optimizer=keras.optimizers.Adagrad(0.05))
+        >>> users.features
+        ('users',)
+        >>> hashed = hk.layers.Table("words", 100, 16, evict="lru")
+        >>> hashed.buckets, hashed.input_dim  # rounded up to 32 rows per bucket
+        (4, 128)
     """
 
     name: str

@@ -39,9 +39,15 @@ def broadcast_variables(variables: Iterable[AnyVariable], root: int = 0) -> None
         CollectiveMismatchError: the lists differ; it names the rank and the first variable that differs. Then no
             variable is changed.
 
-    Example::
-
-        hk.broadcast_variables(model.variables + optimizer.variables)
+    Examples:
+        >>> import keras
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])  # each rank draws its own weights
+        >>> optimizer = keras.optimizers.Adam()
+        >>> optimizer.build(model.trainable_variables)
+        >>> hk.broadcast_variables(model.variables + optimizer.variables)
+        >>> digest = hk.compare_variables(model.variables)  # raises an error if they differ
     """
     replicated = [v for v in variables if not differs_by_rank(v)]
 
@@ -64,12 +70,22 @@ def compare_variables(variables: Iterable[AnyVariable]) -> str:
     Variables that are not replicated, such as shards and sharded optimizer slots, are skipped. Every rank must call it.
     The cost is a digest of all values (XXH3, about as fast as memory is read) and one small exchange.
 
+    Args:
+        variables: TensorFlow or Keras variables, the same list on every rank.
+
+    Returns:
+        12 hexadecimal digits, equal on every rank.
+
     Raises:
         CollectiveMismatchError: values differ; on every rank, it names the first rank and variable.
 
-    Example::
-
-        print(f"equal on all ranks: {hk.compare_variables(model.variables)}")
+    Examples:
+        >>> import tensorflow as tf
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> weights = tf.Variable([1.0, 2.0])
+        >>> hk.compare_variables([weights])
+        '4e3f300133c7'
     """
     replicated = [v for v in variables if not differs_by_rank(v)]
     remedy = (

@@ -50,7 +50,7 @@ _in_fit: set[Supervisor] = set()
 
 
 class Supervisor:
-    """Runs a training session over all ranks: the successor of ``tf.train.Supervisor``.
+    """Run a training session over all ranks: the successor of ``tf.train.Supervisor``.
 
     On entry, all ranks compare their models. Then the newest valid checkpoint in ``logdir`` is restored, regardless of
     the number of ranks that saved it, or all ranks start from the chief's initial values. After a crash, users start
@@ -64,19 +64,19 @@ class Supervisor:
         logdir: the run's folder, shared by all ranks: ``checkpoints/`` and TensorBoard's ``summaries/``.
         model: a built Keras model.
         optimizer: its optimizer; by default the one it was compiled with.
-        data: batches for :meth:`batches`; the position of a ``hk.data.GlobalBatches`` is saved and restored.
+        data: batches for ``batches``; the position of a ``hk.data.GlobalBatches`` is saved and restored.
         variables: additional replicated TensorFlow or Keras variables.
-        state: anything else to save, by name, as for :func:`hvdkit.checkpoint.save`.
+        state: anything else to save, by name, as for ``hk.checkpoint.save``.
         save_model_secs: seconds between saves, by the chief's clock; None to disable.
         save_steps: also save every ``save_steps`` steps.
         max_to_keep: number of newest checkpoints to keep; None keeps all.
         keep_every: also keep checkpoints whose step is a multiple of it.
-        summary_steps: steps between writes of the scalars passed to :meth:`step`, averaged over ranks; None to disable.
+        summary_steps: steps between writes of the scalars passed to ``step``, averaged over ranks; None to disable.
         check_steps: steps between comparisons of parameters and slots over ranks, in addition to one after the first
             step; None to disable.
         asynchronous: write timed saves in the background.
         gather: for ranks without a shared file system: the chief writes everything, and training waits for saves.
-        stop_on_nonfinite: raise NonFiniteError if the loss passed to :meth:`step` is NaN or infinite, which is checked
+        stop_on_nonfinite: raise NonFiniteError if the loss passed to ``step`` is NaN or infinite, which is checked
             when the ranks agree and before every save, or if a save finds NaN or infinite weights, moving statistics or
             optimizer slots. False: warn and continue. Such a checkpoint is never kept in either case.
 
@@ -87,15 +87,34 @@ class Supervisor:
 
     Raises:
         CheckpointError: on entry: ``logdir`` is in use by another run, not shared, not writable, or belongs to another
-            model. From :meth:`step` and :meth:`save`: a save failed on some rank; the previous checkpoint is unchanged.
+            model. From ``step`` and ``save``: a save failed on some rank; the previous checkpoint is unchanged.
         CorruptCheckpointError: on entry: there are checkpoints in ``logdir``, but all are damaged.
         CollectiveMismatchError: ranks have different models or data, or their parameters have diverged.
 
-    Example::
+    Examples:
+        >>> import tempfile
+        >>> import keras
+        >>> import numpy as np
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile(hk.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        >>> data = np.ones((24, 4), "float32"), np.ones((24, 1), "float32")
+        >>> batches = hk.data.GlobalBatches(data, 12, shuffle_seed=0, epochs=5)
+        >>> logdir = hk.broadcast_object(tempfile.mkdtemp())  # one folder for all ranks, e.g. "runs/line"
+        >>> with hk.Supervisor(logdir, model=model, data=batches, save_model_secs=60) as sv:
+        ...     for x, y in sv.batches(until=6):
+        ...         sv.step(loss=model.train_on_batch(x, y))
+        >>> sv.global_step, hk.checkpoint.latest(logdir).name
+        (6, 'step-000000006')
 
-        with hk.Supervisor("runs/line", model=model, optimizer=optimizer, data=batches, save_model_secs=60) as sv:
-            for x, y in sv.batches():
-                sv.step(loss=train_step(x, y))
+        The same command continues from the last save:
+
+        >>> with hk.Supervisor(logdir, model=model, data=batches, save_model_secs=60) as sv:
+        ...     for x, y in sv.batches():
+        ...         sv.step(loss=model.train_on_batch(x, y))
+        >>> sv.restored_from.name, sv.global_step
+        ('step-000000006', 10)
     """
 
     def __init__(
@@ -221,7 +240,10 @@ class Supervisor:
         """Yield batches of ``data`` until they end or all ranks have agreed to stop, at the same step on all ranks.
 
         Args:
-            until: also stop when :attr:`global_step` reaches this number.
+            until: also stop when ``global_step`` reaches this number.
+
+        Yields:
+            What ``data`` yields: this rank's rows.
 
         Raises:
             HvdkitError: the Supervisor has no ``data``.
@@ -252,7 +274,17 @@ class Supervisor:
         self.advance(1, scalars)
 
     def advance(self, steps: int, scalars: Mapping[str, Any], *, prefetched: bool = False) -> None:
-        """Record ``steps`` more steps, whose data may have been prefetched; for callbacks. See :meth:`step`."""
+        """Record several more steps, whose data may have been prefetched; for callbacks. See ``step``.
+
+        Args:
+            steps: number of steps.
+            scalars: as for ``step``, of the last of them.
+            prefetched: whether ``data`` may be ahead of the steps.
+
+        Raises:
+            CheckpointError, CollectiveMismatchError, NonFiniteError: as for ``step``.
+            SystemExit: the loop continues after all ranks agreed to stop.
+        """
         self._require_open()
         if self._preempted is not None:  # the loop did not stop after the ranks agreed to
             raise SystemExit(PREEMPTED)
@@ -272,15 +304,32 @@ class Supervisor:
             self._agree(save)
 
     def save(self, *, wait: bool = True) -> Path:
-        """Save now and return the folder of the complete checkpoint. Every rank must call it, after :meth:`step`.
+        """Save now, after ``step``. Every rank must call it.
 
         Args:
             wait: False to write in the background.
+
+        Returns:
+            The folder of the checkpoint, which is complete with ``wait``.
 
         Raises:
             CheckpointError: a rank could not write its part; the previous checkpoint is unchanged.
             NonFiniteError: a variable is NaN or infinite on some rank; the previous checkpoint is unchanged. With
                 ``wait``, raised even with ``stop_on_nonfinite=False``, because a complete checkpoint doesn't exist.
+
+        Examples:
+            >>> import tempfile
+            >>> import tensorflow as tf
+            >>> import hvdkit as hk
+            >>> cluster = hk.init()
+            >>> best = tf.Variable(0.0, name="best")
+            >>> logdir = hk.broadcast_object(tempfile.mkdtemp())  # one folder for all ranks
+            >>> with hk.Supervisor(logdir, variables=[best], save_model_secs=None) as sv:
+            ...     for step in range(5):
+            ...         sv.step(loss=0.5)
+            ...         if step == 2:
+            ...             print(sv.save().name)
+            step-000000003
         """
         self._require_open()
         path = self._begin_save()
@@ -291,25 +340,99 @@ class Supervisor:
         return path
 
     def request_stop(self) -> None:
-        """Request all ranks to stop; any rank may call it. They agree within a second, and :meth:`batches` ends."""
+        """Request all ranks to stop; any rank may call it. They agree within a second, and ``batches`` ends.
+
+        Examples:
+            >>> import tempfile
+            >>> import numpy as np
+            >>> import hvdkit as hk
+            >>> cluster = hk.init()
+            >>> logdir = hk.broadcast_object(tempfile.mkdtemp())  # one folder for all ranks
+            >>> batches = hk.data.GlobalBatches(np.arange(64), 64)  # without end
+            >>> with hk.Supervisor(logdir, data=batches, save_model_secs=None) as sv:
+            ...     for batch in sv.batches():
+            ...         sv.step()
+            ...         if hk.is_chief() and sv.global_step == 10:
+            ...             sv.request_stop()
+            >>> sv.global_step >= 10, sv.should_stop()
+            (True, True)
+        """
         self._wants_stop = True
 
     def should_stop(self) -> bool:
-        """Return True once all ranks have agreed to stop; the same on all ranks after every step."""
+        """Return True once all ranks have agreed to stop; the same on all ranks after every step.
+
+        Examples:
+            A loop without ``batches``:
+
+            >>> import tempfile
+            >>> import hvdkit as hk
+            >>> cluster = hk.init()
+            >>> logdir = hk.broadcast_object(tempfile.mkdtemp())  # one folder for all ranks
+            >>> with hk.Supervisor(logdir, state={"task": "counting"}, save_model_secs=None) as sv:
+            ...     while not sv.should_stop():
+            ...         sv.step()
+            ...         if sv.global_step == 10:
+            ...             sv.request_stop()
+        """
         return self._stopping
 
     def summary(self, **scalars: Any) -> None:
-        """Write the chief's scalars at the current step; other ranks do nothing."""
+        """Write the chief's scalars at the current step; other ranks do nothing.
+
+        Args:
+            **scalars: numbers or scalar tensors by tag.
+
+        Examples:
+            >>> import tempfile
+            >>> import numpy as np
+            >>> import tensorflow as tf
+            >>> import hvdkit as hk
+            >>> cluster = hk.init()
+            >>> with hk.Supervisor(hk.broadcast_object(tempfile.mkdtemp()), variables=[tf.Variable(0.0)]) as sv:
+            ...     sv.step()
+            ...     sv.summary(accuracy=0.75)
+        """
         if self._summaries is not None:
             self._summaries.scalars(self.global_step, **scalars)
 
     def histogram(self, name: str, values: npt.ArrayLike) -> None:
-        """Write a histogram of the chief's ``values``, of any shape, at the current step."""
+        """Write a histogram of the chief's values at the current step; other ranks do nothing.
+
+        Args:
+            name: the tag.
+            values: numbers of any shape.
+
+        Examples:
+            >>> import tempfile
+            >>> import numpy as np
+            >>> import tensorflow as tf
+            >>> import hvdkit as hk
+            >>> cluster = hk.init()
+            >>> with hk.Supervisor(hk.broadcast_object(tempfile.mkdtemp()), variables=[tf.Variable(0.0)]) as sv:
+            ...     sv.step()
+            ...     sv.histogram("weights", np.random.randn(64, 10))
+        """
         if self._summaries is not None:
             self._summaries.histogram(self.global_step, name, values)
 
     def image(self, name: str, images: npt.ArrayLike) -> None:
-        """Write the chief's images ``[n, height, width, channels]``, uint8 or floats 0 to 1, at the current step."""
+        """Write the chief's images at the current step; other ranks do nothing.
+
+        Args:
+            name: the tag.
+            images: ``[n, height, width, channels]``, uint8 or floats 0 to 1.
+
+        Examples:
+            >>> import tempfile
+            >>> import numpy as np
+            >>> import tensorflow as tf
+            >>> import hvdkit as hk
+            >>> cluster = hk.init()
+            >>> with hk.Supervisor(hk.broadcast_object(tempfile.mkdtemp()), variables=[tf.Variable(0.0)]) as sv:
+            ...     sv.step()
+            ...     sv.image("inputs", np.random.rand(4, 28, 28, 1))
+        """
         if self._summaries is not None:
             self._summaries.image(self.global_step, name, images)
 

@@ -28,21 +28,32 @@ def evaluate(
 
     Args:
         model: a compiled Keras model; all ranks get the chief's weights.
-        x, y, sample_weight, steps, return_dict: as for ``model.evaluate``; users pass the whole data set on every rank.
+        x: the whole data set, on every rank, as for ``hk.fit``.
+        y: the labels, if ``x`` is arrays.
         batch_size: rows per global batch; at least the number of ranks. Default 32. None for a
             ``hk.data.GlobalBatches``, of which the first epoch is read.
-        verbose: as for ``model.evaluate``; only the chief prints.
-        callbacks: as for :func:`hvdkit.fit`.
+        verbose: as in Keras, but only the chief prints.
+        sample_weight: weights of the rows of arrays in the loss and the weighted metrics.
+        steps: global batches to evaluate; default: all.
+        callbacks: as for ``hk.fit``.
+        return_dict: return a dict instead of a list.
 
     Returns:
-        Keras's list, number or dict, the same on every rank.
+        The loss, or a list or dict of the loss and metrics, as in Keras; the same on every rank.
 
     Raises:
-        ValueError, CollectiveMismatchError, HvdkitError: as for :func:`hvdkit.fit`.
+        ValueError, CollectiveMismatchError, HvdkitError: as for ``hk.fit``.
 
-    Example::
-
-        loss, accuracy = hk.evaluate(model, x_test, y_test)
+    Examples:
+        >>> import keras
+        >>> import numpy as np
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+        >>> model.compile(loss="mse", metrics=["mae"])
+        >>> x, y = np.ones((100, 4)), 2 * np.ones((100, 1))  # the whole data set, on every rank
+        >>> hk.evaluate(model, x, y, verbose=0)
+        [4.0, 2.0]
     """
 
     def build() -> DataPair:

@@ -15,7 +15,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src import backend, tree
+from keras.src import tree
+from keras.src.backend.common.masking import get_keras_mask
 from keras.src.losses.loss import reduce_weighted_values, squeeze_or_expand_to_same_rank
 
 from hvdkit import cluster
@@ -68,14 +69,14 @@ class _RescaledLoss(keras.losses.Loss):
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         """Compute the loss as Keras does, and multiply it."""
         loss = self._loss
-        in_mask = backend.get_keras_mask(y_pred)
+        in_mask = get_keras_mask(y_pred)
         with keras.name_scope(loss.name):
             y_pred, y_true = (
                 tree.map_structure(lambda x: keras.ops.convert_to_tensor(x, dtype=loss.dtype), y)
                 for y in (y_pred, y_true)
             )
             values = loss.call(y_true, y_pred)
-            masks = [mask for mask in (in_mask, backend.get_keras_mask(values)) if mask is not None]
+            masks = [mask for mask in (in_mask, get_keras_mask(values)) if mask is not None]
             mask = masks[0] & masks[1] if len(masks) == 2 else masks[0] if masks else None
             options = {"mask": mask, "reduction": loss.reduction, "dtype": loss.dtype}
             value = reduce_weighted_values(values, sample_weight=sample_weight, **options)

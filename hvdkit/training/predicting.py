@@ -36,24 +36,31 @@ def predict(
 
     Args:
         model: a Keras model; all ranks get the chief's weights.
-        x, steps: as for ``model.predict``; users pass the whole data set on every rank.
+        x: the whole data set, on every rank, as for ``hk.fit``.
         batch_size: rows per global batch; at least the number of ranks. Default 32. None for a
             ``hk.data.GlobalBatches``, of which the first epoch is read.
-        verbose: as for ``model.predict``; only the chief prints.
-        callbacks: as for :func:`hvdkit.fit`.
+        verbose: as in Keras, but only the chief prints.
+        steps: global batches to read; default: all.
+        callbacks: as for ``hk.fit``.
         gather: "all" returns all rows on every rank; "chief" returns them on the chief, and None on other ranks.
 
     Returns:
         Arrays ``[rows, ...]`` in the order of the data, in the structure of the model's outputs.
 
     Raises:
-        ValueError: ``gather`` is invalid; or as for :func:`hvdkit.fit`.
+        ValueError: ``gather`` is invalid; or as for ``hk.fit``.
         TypeError: the model's outputs are not dense arrays.
-        CollectiveMismatchError, HvdkitError: as for :func:`hvdkit.fit`.
+        CollectiveMismatchError, HvdkitError: as for ``hk.fit``.
 
-    Example::
-
-        scores = hk.predict(model, x_test)
+    Examples:
+        >>> import keras
+        >>> import numpy as np
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, kernel_initializer="ones")])
+        >>> scores = hk.predict(model, np.ones((100, 4)), verbose=0)  # all rows, on every rank
+        >>> scores.shape, scores[0].tolist()
+        ((100, 1), [4.0])
     """
 
     def build() -> DataPair:

@@ -13,22 +13,27 @@ def busy(reason: str) -> AbstractContextManager[None]:
     """Suspend hang detection inside the context, for this rank and for ranks that wait for it.
 
     Use it around work that neither computes nor transfers data in this process or its child processes, such as waiting
-    for another service. It does not require :func:`hvdkit.init`, may be nested, and works in any thread. A rank that is
+    for another service. It does not require ``hk.init``, may be nested, and works in any thread. A rank that is
     killed, is stopped (SIGSTOP) or raises still ends the job, and the last line then includes the reason.
 
     Args:
         reason: what the rank is doing, for messages, e.g. ``"uploading"``.
 
+    Returns:
+        A context manager.
+
     Raises:
         TypeError: ``reason`` is not a string.
         ValueError: ``reason`` is empty.
 
-    Example::
-
-        if hk.is_chief():
-            with hk.busy("waiting for the archive"):
-                archive.wait_until_stored("run-7")
-        hk.barrier()  # other ranks wait here as long
+    Examples:
+        >>> import time
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> if hk.is_chief():
+        ...     with hk.busy("waiting for the archive"):
+        ...         time.sleep(0.1)  # or hours
+        >>> hk.barrier()  # other ranks wait here as long
     """
     expected, remedy = "a non-empty string", 'describe what the rank does: hk.busy("uploading")'
     if not isinstance(reason, str):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from hvdkit.errors import see
 from hvdkit.watchdog.flight_recorder import CollectiveRecord
 
 FOLDER = "HVDKIT_FLIGHT_DIR"
@@ -69,7 +70,7 @@ def write(line: str, ranks: Sequence[RankFlight], size: int) -> str:
             raise
     except OSError as error:
         return f"flight recorder: {path} cannot be written ({error.strerror})"
-    return f"flight recorder: {path} (who waited for whom: hvdkit flight {path})"
+    return f"flight recorder: {path} (who waited for whom: hvdkit flight {path}); {see('failures')}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from hvdkit.errors import HvdkitError
+from hvdkit.errors import HvdkitError, see
 from hvdkit.watchdog.ending import Exit, end_process, ending, is_victim
 from hvdkit.watchdog.events import Failed
 from hvdkit.watchdog.lines import write_line
@@ -65,6 +65,8 @@ class UncaughtErrors:
     def _uncaught_alone(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._before[0](kind, error, trace)
         if os.getpid() == self._reporter.pid:
+            for line in pages_of(error):
+                write_line(line)
             self._reporter.send(self._failed(error, "", None))
             if exit_code_of(error) != 1:
                 raise Exit(exit_code_of(error))  # sets the interpreter's exit code
@@ -85,6 +87,7 @@ class UncaughtErrors:
         """End all ranks: through the sentinel, by MPI's abort, or by ending this rank, which shuts Horovod down."""
         is_interrupted = isinstance(error, KeyboardInterrupt)
         lines = [] if is_interrupted else "".join(traceback.format_exception(type(error), error, trace)).splitlines()
+        lines += pages_of(error)
         text = "\n".join(f"[rank {self._rank}] {line}" for line in lines)[-_LONGEST_TEXT:]
         failed = self._failed(error, text, thread)
         is_heard = False
@@ -125,6 +128,11 @@ class UncaughtErrors:
 def exit_code_of(error: BaseException) -> int:
     """Return the exit code of a process that does not catch ``error``."""
     return error.exit_code if isinstance(error, HvdkitError) else 1
+
+
+def pages_of(error: BaseException) -> list[str]:
+    """Return the line that names the documentation's page about ``error``, or an empty list."""
+    return [see(error.page)] if isinstance(error, HvdkitError) and error.page is not None else []
 
 
 _TRACEBACK = "Traceback (most recent call last):"

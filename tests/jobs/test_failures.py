@@ -7,6 +7,7 @@ import re
 import pytest
 from helpers.jobs import GLOO, MPI, run
 
+from hvdkit import errors
 from hvdkit.watchdog.uncaught import cause_of
 
 START = "import os, signal, sys, time\nimport hvdkit as hk, numpy as np\nc = hk.init()\nhk.barrier()\n"
@@ -66,7 +67,18 @@ def test_a_process_alone_ends_with_the_exit_code_of_the_error(error, code):
     script = f"import atexit, hvdkit as hk\nhk.init()\natexit.register(print, 'ended')\nraise hk.{error}('why')"
     job = run(script)
     assert job.code == code and job.output.count("Traceback") == 1, job.output
-    assert f"hvdkit.errors.{error}: why\n" in job.output and "ended\n" in job.output, job.output
+    page = getattr(errors, error).page
+    assert f"hvdkit.errors.{error}: why\nsee `hvdkit docs {page}`\n" in job.output, job.output
+    assert "ended\n" in job.output, job.output
+
+
+def test_the_report_of_a_rank_names_the_page_about_its_error():
+    """It is a line of the traceback's report; the last line names the error."""
+    job = run(START + "if hk.rank() == 1:\n    raise hk.NonFiniteError('why')\nhk.barrier()", MPI, 2)
+    lines = untagged(job.output)
+    page = f"[rank 1] see `hvdkit docs {errors.NonFiniteError.page}`"
+    assert job.code == 65 and lines.count(page) == 1, job.output
+    assert lines[lines.index(page) - 1] == "[rank 1] hvdkit.errors.NonFiniteError: why", job.output
 
 
 @pytest.mark.parametrize(

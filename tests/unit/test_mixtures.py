@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hvdkit as hk
-from hvdkit.data.mixture import Proportions
+from hvdkit.data.mixtures import Proportions
 
 WEIGHTS = st.lists(st.integers(1, 1000), min_size=1, max_size=40)
 

@@ -4,6 +4,7 @@ import gc
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -107,6 +108,19 @@ def test_threads_of_an_abandoned_pass_end(folder):
     del dataset
     gc.collect()
     wait_for_end(started)
+
+
+def test_no_file_stays_open_after_an_abandoned_epoch(tmp_path):
+    for number in range(8):
+        np.save(tmp_path / f"{number}.npy", np.arange(3000.0) + number * 3000)
+    batches = GlobalBatches(hk.data.npy(tmp_path), 256, shuffle_seed=1, rank=0, size=1)
+    next(batches)
+    threads = reading_threads()
+    del batches
+    gc.collect()
+    wait_for_end(threads)
+    links = [link.readlink() for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    assert not [link for link in links if tmp_path in link.parents]
 
 
 PROGRAM = """

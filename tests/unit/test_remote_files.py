@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers.speed import WAIT
 
 import hvdkit as hk
 from hvdkit.data import GlobalBatches
@@ -162,6 +163,30 @@ def test_a_server_that_is_stuck_once_is_asked_again(server, monkeypatch):
     monkeypatch.setenv("HVDKIT_DATA_TIMEOUT_SECONDS", "1")
     server.manner, server.slow = "half", 1
     assert ids(hk.data.parquet(server.url("a.parquet")), epochs=1) == EXPECTED and server.slow == -server.requests + 1
+
+
+INTERRUPTED = """
+import os, signal, sys, threading
+import hvdkit as hk
+
+batches = hk.data.GlobalBatches(hk.data.npy(sys.argv[1]), 1, rank=0, size=1)
+print("ready", flush=True)
+sys.stdin.readline()
+threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+for _ in batches:
+    pass
+"""
+
+
+def test_a_program_ends_while_a_server_is_stuck(server, monkeypatch):
+    np.save(server.folder / "a.npy", np.zeros((20, 2**21 // 8)))
+    monkeypatch.setenv("HVDKIT_DATA_TIMEOUT_SECONDS", str(100 * WAIT))
+    program = [sys.executable, "-c", INTERRUPTED, server.url("a.npy")]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        server.manner = "half"
+        process.communicate("\n", timeout=WAIT)
+        assert process.returncode != 0
 
 
 def test_a_server_without_ranges_has_a_remedy(server):

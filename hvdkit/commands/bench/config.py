@@ -79,14 +79,20 @@ class JobOptions:
 class Bench(JobOptions):
     """Time a training step on multiple ranks, and show where its time goes.
 
-    Without a program, a built-in model is trained on random data; with a program (hvdkit bench --profile runs/profile
-    -np 2 -- python train.py) the user's steps are profiled.
+    Without a program, a built-in model is trained on random data; with a program, its steps are profiled.
+
+    For example:
+        hvdkit bench -np 2 --model cifar10
+        hvdkit bench -np 2 --model cifar10 --profile runs/profile
+        hvdkit bench --profile runs/profile -np 2 -- python train.py
+
+    See `hvdkit docs profiling`.
     """
 
     scaling: bool = True
     """Also time a single rank, with the same number of threads."""
     profile: Path | None = None
-    """Profile some steps, and write the trace of all ranks into this folder (docs/profiling.md)."""
+    """Profile some steps, and write the trace of all ranks into this folder."""
     profile_steps: str | None = None
     """Steps of a program to profile, FIRST-LAST counted from 1; by default 10-20."""
     timeline: bool = False

@@ -35,9 +35,11 @@ class Tune(JobOptions):
     """Find the best settings for a model on this cluster, and save them with the measurements.
 
     For example:
-        hvdkit tune -np 4 --model resnet50 --save resnet50.json
-        HVDKIT_TUNED=resnet50.json horovodrun -np 4 python train.py
-        hvdkit plan --measured resnet50.json --ranks 8..4096
+        hvdkit tune -np 2 --model cifar10 --save cifar10.json
+        HVDKIT_TUNED=cifar10.json horovodrun -np 2 python train.py
+        hvdkit plan --measured cifar10.json --ranks 8..4096
+
+    See `hvdkit docs tuning`.
     """
 
     save: Path

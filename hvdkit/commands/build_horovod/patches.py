@@ -134,6 +134,15 @@ inline GpuStreamHandle AsGpuStreamValue(Stream* stream) {
         '    set(CMAKE_INSTALL_RPATH "$ENV{HVDKIT_RPATH}")\n'
         "endif()\n",
     ),
+    Patch(
+        name="compiled-against",
+        why="the wheel requires the TensorFlow and the MPI that it was compiled against, so that pip on another host "
+        "installs them or reports the conflict",
+        versions="all",
+        path="setup.py",
+        old="install_requires=require_list,\n",
+        new="install_requires=require_list + os.environ['HVDKIT_REQUIRES'].split(),\n",
+    ),
 )
 
 

@@ -14,11 +14,10 @@ from pathlib import Path
 from packaging.version import Version
 
 from hvdkit.errors import BuildError, describe
+from hvdkit.machine import supported
 from hvdkit.machine.cores import available_cores
 from hvdkit.machine.memory import available_memory
 
-OLDEST_TENSORFLOW = Version("2.16")
-NEWEST_TENSORFLOW = Version("2.22.dev0")  # exclusive
 OLDEST_CMAKE = Version("3.13")
 MEMORY_PER_JOB = 1_500_000_000  # bytes; compiling TensorFlow's headers takes slightly more than 1 GB
 
@@ -49,15 +48,15 @@ def find_tensorflow() -> TensorFlow:
         BuildError: TensorFlow is not installed, or its version is not supported.
     """
     names = importlib.metadata.packages_distributions().get("tensorflow", [])
-    expected = "TensorFlow 2.16 to 2.21"
     if not names:
-        remedy = "pip install 'hvdkit[cpu]' or 'hvdkit[gpu]' (its wheels are for Python 3.10 to 3.13)"
-        raise BuildError(describe("TensorFlow", "none installed", expected, remedy))
+        remedy = f"pip install 'hvdkit[cpu]' or 'hvdkit[gpu]' (its wheels are for {supported.PYTHON})"
+        raise BuildError(describe("TensorFlow", "none installed", supported.TENSORFLOW, remedy))
     version = importlib.metadata.version(names[0])
-    if not OLDEST_TENSORFLOW <= Version(version) < NEWEST_TENSORFLOW:
-        remedy = f"pip install '{names[0]}>=2.16.2,<2.22'"
-        raise BuildError(describe("TensorFlow", f"{names[0]} {version}", expected, remedy))
-    return TensorFlow(distribution=names[0], version=version)
+    found = TensorFlow(distribution=names[0], version=version)
+    if not supported.OLDEST_TENSORFLOW <= found.release <= supported.NEWEST_TENSORFLOW:
+        remedy = f"pip install '{names[0]}{supported.TENSORFLOW_RELEASES}'"
+        raise BuildError(describe("TensorFlow", f"{names[0]} {version}", supported.TENSORFLOW, remedy))
+    return found
 
 
 def check_compiler() -> str:

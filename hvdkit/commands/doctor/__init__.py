@@ -40,7 +40,9 @@ class Doctor:
         hvdkit doctor              all checks, for 4 ranks on this host
         hvdkit doctor -np 8        for 8 ranks
         hvdkit doctor --no-run     without starting ranks
-        hvdkit doctor --json       for programs; docs/doctor.md lists the keys
+        hvdkit doctor --json       for programs
+
+    See `hvdkit docs doctor`.
     """
 
     np: Annotated[int, arg(aliases=["-np"])] = 4

@@ -24,6 +24,7 @@ DISTRIBUTIONS = (
     "tensorflow-cpu",
     "tf-nightly",
     "keras",
+    "keras-nightly",
     "numpy",
     "horovod",
     "mpi4py",

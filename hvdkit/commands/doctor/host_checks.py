@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hvdkit.commands.doctor.facts import Facts
 from hvdkit.commands.doctor.finding import Finding
+from hvdkit.machine import supported
 from hvdkit.machine.cores import affinity, available_cores, core_quota, physical_cores
 from hvdkit.machine.environment import SECRET
 from hvdkit.machine.gpus import find_gpus
@@ -149,7 +150,8 @@ def gpus(facts: Facts, devices: Path = Path("/dev")) -> Finding:
     if not tensorflow or "error" in tensorflow:
         return Finding("gpus", "note", f"{what}; TensorFlow does not load", details=details)
     if not tensorflow["cuda"]:
-        remedy = "pip uninstall -y tensorflow-cpu, then pip install 'tensorflow[and-cuda]>=2.16.2,<2.22'"
+        gpu_build = f"tensorflow[and-cuda]{supported.TENSORFLOW_RELEASES}"
+        remedy = f"pip uninstall -y tensorflow-cpu, then pip install '{gpu_build}'"
         return Finding("gpus", "warning", f"{what}; TensorFlow is built without CUDA", remedy, details)
     if not seen:
         remedy = "check CUDA_VISIBLE_DEVICES, then pip install 'tensorflow[and-cuda]' for the CUDA libraries"

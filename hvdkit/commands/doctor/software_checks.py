@@ -8,10 +8,10 @@ from packaging.version import Version
 
 from hvdkit.commands.doctor.facts import Facts
 from hvdkit.commands.doctor.finding import Finding, Status
+from hvdkit.machine import supported
 
-TENSORFLOW_OLDEST, TENSORFLOW_NEWEST = Version("2.16"), Version("2.21")
-PYTHON_OLDEST, PYTHON_NEWEST = (3, 10), (3, 13)
 TENSORFLOW_DISTRIBUTIONS = ("tensorflow", "tensorflow-cpu", "tf-nightly")
+KERAS_DISTRIBUTIONS = ("keras", "keras-nightly")  # release candidates of TensorFlow require the nightly build
 INSTALL_TENSORFLOW = "pip install 'hvdkit[cpu]', or 'hvdkit[gpu]'"
 BUILD = "hvdkit build-horovod"
 
@@ -30,18 +30,18 @@ def platform(facts: Facts) -> Finding:
 
 
 def python(facts: Facts) -> Finding:
-    """Check for Python 3.10 to 3.13."""
+    """Check for a supported Python."""
     version = ".".join(map(str, facts.python))
     details = {"version": version, "executable": sys.executable}
-    if facts.python[:2] < PYTHON_OLDEST:
-        return Finding("python", "problem", f"Python {version} is too old", "use Python 3.10 to 3.13", details)
-    if facts.python[:2] > PYTHON_NEWEST:
-        return Finding("python", "warning", f"Python {version} is not tested", "use Python 3.10 to 3.13", details)
+    if facts.python[:2] < supported.OLDEST_PYTHON:
+        return Finding("python", "problem", f"Python {version} is too old", f"use {supported.PYTHON}", details)
+    if facts.python[:2] > supported.NEWEST_PYTHON:
+        return Finding("python", "warning", f"Python {version} is not tested", f"use {supported.PYTHON}", details)
     return Finding("python", "ok", version, details=details)
 
 
 def tensorflow(facts: Facts) -> Finding:
-    """Check that one distribution of TensorFlow 2.16 to 2.21 is installed, and loads."""
+    """Check that one distribution of a supported TensorFlow is installed, and loads."""
     names = [name for name in TENSORFLOW_DISTRIBUTIONS if name in facts.installed]
     if not facts.training.loaded("tensorflow"):
         if not names and facts.training["tensorflow"].get("missing") == "tensorflow":
@@ -51,13 +51,14 @@ def tensorflow(facts: Facts) -> Finding:
         return Finding("tensorflow", "problem", what, remedy, {"output": facts.training.outcome.last_lines()})
     version = facts.training["tensorflow"]["version"]
     details = {"version": version, "distributions": names, "cuda": facts.training["tensorflow"]["cuda"]}
-    release = Version(Version(version).base_version)
-    if release < TENSORFLOW_OLDEST:
+    remedy = f"pip install 'tensorflow{supported.TENSORFLOW_RELEASES}', then {BUILD}"
+    release = Version(version).release[:2]
+    if release < supported.OLDEST_TENSORFLOW:
         what = f"TensorFlow {version} is too old (Keras 3 came with 2.16)"
-        return Finding("tensorflow", "problem", what, f"pip install 'tensorflow>=2.16.2,<2.22', then {BUILD}", details)
-    if release.release[:2] > TENSORFLOW_NEWEST.release[:2]:
-        what = f"TensorFlow {version} is newer than the newest that is tested, 2.21"
-        return Finding("tensorflow", "warning", what, f"pip install 'tensorflow<2.22', then {BUILD}", details)
+        return Finding("tensorflow", "problem", what, remedy, details)
+    if release > supported.NEWEST_TENSORFLOW:
+        what = f"TensorFlow {version} is not tested"
+        return Finding("tensorflow", "warning", what, remedy, details)
     if len(names) > 1:
         what = f"{' and '.join(names)} are both installed, and overwrite each other's files"
         remedy = f"pip uninstall -y {' '.join(names)}, then {INSTALL_TENSORFLOW}"
@@ -67,16 +68,22 @@ def tensorflow(facts: Facts) -> Finding:
 
 def keras(facts: Facts) -> Finding:
     """Check for Keras 3 with the TensorFlow backend, which hvdkit's optimizer extends."""
+    names = [name for name in KERAS_DISTRIBUTIONS if name in facts.installed]
     if not facts.training.loaded("tensorflow"):
-        version = facts.installed.get("keras")
-        return Finding("keras", "note", f"{version or 'not installed'}; comes with TensorFlow")
+        version = facts.installed[names[0]] if names else "not installed"
+        return Finding("keras", "note", f"{version}; comes with TensorFlow")
+    if len(names) > 1:
+        what = "keras and keras-nightly are both installed, and overwrite each other's files"
+        remedy = "pip uninstall -y keras keras-nightly, then pip install the one that TensorFlow requires"
+        return Finding("keras", "warning", what, remedy, {"distributions": names})
     if not facts.training.loaded("keras"):
         what = f"Keras does not load: {facts.training.reason('keras')}"
         return Finding("keras", "problem", what, "pip install --upgrade 'keras>=3'")
     details = dict(facts.training["keras"])
-    if int(details["version"].split(".")[0]) < 3:
+    if Version(details["version"]).release[:2] < supported.OLDEST_KERAS:
         what = f"Keras {details['version']} is too old"
-        return Finding("keras", "problem", what, "pip install 'keras>=3'", details)
+        remedy = f"pip install 'keras>={'.'.join(map(str, supported.OLDEST_KERAS))}'"
+        return Finding("keras", "problem", what, remedy, details)
     if details["backend"] != "tensorflow":
         what = f"Keras uses the backend {details['backend']!r}"
         remedy = "export KERAS_BACKEND=tensorflow (or correct ~/.keras/keras.json)"

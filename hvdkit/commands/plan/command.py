@@ -24,8 +24,10 @@ class PlanConfig:
 
     For example:
         hvdkit plan --tables items:10000000x64 users:2000000x32 --ranks 8 --optimizer adagrad
-        hvdkit tune -np 4 --model resnet50 --save resnet50.json
-        hvdkit plan --measured resnet50.json --ranks 8..4096 --bandwidth 25Gbit
+        hvdkit tune -np 2 --model cifar10 --save cifar10.json
+        hvdkit plan --measured cifar10.json --ranks 8..4096 --bandwidth 25Gbit
+
+    See `hvdkit docs embeddings#where-tables-go` and `hvdkit docs tuning`.
     """
 
     tables: tuple[str, ...] = ()

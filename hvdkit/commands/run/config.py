@@ -21,7 +21,20 @@ _MINIMUM: Mapping[str, int] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Start a program on many ranks: hvdkit run -np 4 -- python train.py.
+    """Start a program on many ranks: on this machine, on several hosts, under Slurm or on Kubernetes.
+
+    The program begins after `--`, or at the first word that is not an option. The last line names the rank that failed
+    first, and why. Exit code: 0 if all ranks ended with 0; otherwise that of the first rank that failed; 2 for wrong
+    usage; 75 if all ranks have saved after a signal.
+
+    For example:
+        hvdkit run -np 4 -- python train.py                        this machine
+        hvdkit run -H node1:4,node2:4 -- python train.py           two hosts, over ssh
+        hvdkit run --slurm -- python train.py                      in sbatch or salloc
+        hvdkit run -np 4 --max-restarts 3 -- python train.py       continues after failures
+        hvdkit run -np 4 --dry-run -- python train.py              starts nothing
+
+    See `hvdkit docs launching`.
 
     Raises:
         ValueError: an option is invalid, or contradicts another.

@@ -14,7 +14,11 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-DISTRIBUTIONS = {"TensorFlow": ("tensorflow", "tensorflow-cpu"), "Keras": ("keras",), "Horovod": ("horovod",)}
+DISTRIBUTIONS = {
+    "TensorFlow": ("tensorflow", "tensorflow-cpu", "tf-nightly"),
+    "Keras": ("keras", "keras-nightly"),
+    "Horovod": ("horovod",),
+}
 MARK = "hvdkit-probe "
 
 

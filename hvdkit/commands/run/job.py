@@ -130,7 +130,7 @@ def prepare(config: RunConfig, program: Sequence[str]) -> Job:
     """
     environment = outside_a_job(os.environ)
     seconds(HEARTBEAT)  # validate it here rather than on every rank
-    _check_program(program)
+    _check_program(program, config)
     hosts = _hosts(config, environment)
     ranks = slots_of(place_ranks(hosts, config.np))
     if config.min_np is not None and config.min_np > ranks:
@@ -140,13 +140,19 @@ def prepare(config: RunConfig, program: Sequence[str]) -> Job:
     return Job(config, hosts, engine, select_variables(environment, config.env), environment)
 
 
-def _check_program(program: Sequence[str]) -> None:
+def _check_program(program: Sequence[str], config: RunConfig) -> None:
     if not program:
         raise ValueError(describe("program", "none", "a command after --", "hvdkit run -np 4 -- python train.py"))
     if shutil.which(program[0]) is None:
         is_script = program[0].endswith(".py")
         remedy = f"write: -- python {program[0]}" if is_script else "check its name, or activate its environment"
         raise ValueError(describe("program", program[0], "a command that can be run here", remedy))
+    is_here = config.hosts is None and config.hostfile is None and not config.slurm and not config.dry_run
+    if is_here and Path(program[0]).name.startswith("python") and len(program) > 1:
+        script = Path(program[1])
+        if script.suffix == ".py" and not script.exists():  # otherwise every rank would report it
+            got = f"{script} (no such file in {Path.cwd()})"
+            raise ValueError(describe("program", got, "a script", "check its path"))
 
 
 def _hosts(config: RunConfig, environment: dict[str, str]) -> tuple[Host, ...]:

@@ -46,7 +46,7 @@ def parquet(
     fill: Mapping[str, Any] | None = None,
     on_error: OnError = "raise",
 ) -> FileSource:
-    """Return the rows of Parquet files, for :class:`hvdkit.data.GlobalBatches`.
+    """Return the rows of Parquet files, for ``hk.data.GlobalBatches``.
 
     A batch is a dict of the columns: arrays ``[rows]``, or ``[rows, k]`` for lists of fixed size k; a
     ``tf.RaggedTensor`` for other lists; arrays of bytes for strings. Times become integers in the column's unit,
@@ -61,14 +61,31 @@ def parquet(
         on_error: "skip" leaves out files that cannot be opened, logs them, and counts them in ``source.skipped``. A
             damaged row group is an error even so.
 
+    Returns:
+        A source of rows, whose number is its ``examples``.
+
     Raises:
+        TypeError: ``columns`` is a single string.
         ValueError: No file was found, files have unlike columns, or a column does not exist.
         DataError: A file is damaged.
         CollectiveMismatchError: Ranks see different files, or pass other arguments.
 
-    Example:
-        >>> rows = hk.data.parquet("clicks/day_*.parquet", ["user", "items", "label"])  # doctest: +SKIP
-        >>> batches = hk.data.GlobalBatches(rows, 65536, shuffle_seed=0, shuffle="blocks")  # doctest: +SKIP
+    Examples:
+        >>> import pathlib, tempfile
+        >>> import pyarrow as pa
+        >>> import pyarrow.parquet as pq
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> folder = pathlib.Path(hk.broadcast_object(tempfile.mkdtemp()))  # one folder for all ranks
+        >>> if hk.is_chief():
+        ...     table = pa.table({"user": [7, 8, 9], "items": [[1], [2, 3], []], "label": [0.0, 1.0, None]})
+        ...     pq.write_table(table, folder / "day_1.parquet")
+        >>> hk.barrier()
+        >>> rows = hk.data.parquet(folder / "day_*.parquet", ["user", "label"], fill={"label": -1.0})
+        >>> batches = hk.data.GlobalBatches(rows, 3, rank=0, size=1)  # to train: shuffle_seed=0, shuffle="blocks"
+        >>> batch = next(batches)
+        >>> batch["user"].tolist(), batch["label"].tolist()
+        ([7, 8, 9], [0.0, 1.0, -1.0])
     """
     if isinstance(columns, str) or (columns is not None and not columns):
         raise TypeError(describe("columns", columns, "a sequence of names, or None for all", "pass e.g. ['x', 'y']"))
@@ -80,7 +97,7 @@ def parquet(
 
 
 def tfrecord(paths: Paths, parse: Parse = None, *, on_error: OnError = "raise") -> FileSource:
-    """Return the records of TFRecord files, for :class:`hvdkit.data.GlobalBatches`.
+    """Return the records of TFRecord files, for ``hk.data.GlobalBatches``.
 
     The offset of each record is found once and cached, next to the data if the folder can be written. Every rank must
     call this, with the same files; each scans a part of them.
@@ -93,15 +110,31 @@ def tfrecord(paths: Paths, parse: Parse = None, *, on_error: OnError = "raise") 
         on_error: "skip" leaves out damaged records, and files that cannot be read, logs them, and counts them in
             ``source.skipped``. All records are read once to find them.
 
+    Returns:
+        A source of records, whose number is its ``examples``.
+
     Raises:
         ValueError: No file was found.
         DataError: A file is damaged or compressed.
         CollectiveMismatchError: Ranks see different files, or pass other arguments.
 
-    Example:
-        >>> features = {"image": tf.io.FixedLenFeature([], tf.string), "label": tf.io.FixedLenFeature([], tf.int64)}
-        ... # doctest: +SKIP
-        >>> records = hk.data.tfrecord("images/train-*", features)  # doctest: +SKIP
+    Examples:
+        >>> import pathlib, tempfile
+        >>> import tensorflow as tf
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> folder = pathlib.Path(hk.broadcast_object(tempfile.mkdtemp()))  # one folder for all ranks
+        >>> if hk.is_chief():
+        ...     with tf.io.TFRecordWriter(str(folder / "train-0")) as file:
+        ...         for label in range(4):
+        ...             feature = tf.train.Feature(int64_list=tf.train.Int64List(value=[label]))
+        ...             example = tf.train.Example(features=tf.train.Features(feature={"label": feature}))
+        ...             file.write(example.SerializeToString())
+        >>> hk.barrier()
+        >>> records = hk.data.tfrecord(folder / "train-*", {"label": tf.io.FixedLenFeature([], tf.int64)})
+        >>> batches = hk.data.GlobalBatches(records, 4, rank=0, size=1)
+        >>> next(batches)["label"].tolist()
+        [0, 1, 2, 3]
     """
     with _needs_extra():
         from hvdkit.data.files.tfrecord_format import TFRecordFormat
@@ -110,9 +143,37 @@ def tfrecord(paths: Paths, parse: Parse = None, *, on_error: OnError = "raise") 
 
 
 def array_record(paths: Paths, parse: Parse = None, *, on_error: OnError = "raise") -> FileSource:
-    """Return the records of ArrayRecord files, for :class:`hvdkit.data.GlobalBatches`.
+    """Return the records of ArrayRecord files, for ``hk.data.GlobalBatches``.
 
-    Args and Raises as for :func:`tfrecord`. Files written with ``group_size:1`` are read fastest in a full shuffle.
+    Files written with ``group_size:1`` are read fastest in a full shuffle. Every rank must call this, with the same
+    files.
+
+    Args:
+        paths: A file, a folder, a pattern or a URL that fsspec knows, or a sequence of these.
+        parse: As for ``hk.data.tfrecord``.
+        on_error: As for ``hk.data.tfrecord``.
+
+    Returns:
+        A source of records, whose number is its ``examples``.
+
+    Raises:
+        ValueError, DataError, CollectiveMismatchError: As for ``hk.data.tfrecord``.
+
+    Examples:
+        >>> import pathlib, tempfile
+        >>> from array_record.python.array_record_module import ArrayRecordWriter
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> folder = pathlib.Path(hk.broadcast_object(tempfile.mkdtemp()))  # one folder for all ranks
+        >>> if hk.is_chief():
+        ...     writer = ArrayRecordWriter(str(folder / "train-0"), "group_size:1")
+        ...     for record in (b"first", b"second"):
+        ...         writer.write(record)
+        ...     writer.close()
+        >>> hk.barrier()
+        >>> records = hk.data.array_record(folder)
+        >>> next(hk.data.GlobalBatches(records, 2, rank=0, size=1)).tolist()
+        [b'first', b'second']
     """
     with _needs_extra():
         from hvdkit.data.files.array_record_format import ArrayRecordFormat
@@ -121,13 +182,35 @@ def array_record(paths: Paths, parse: Parse = None, *, on_error: OnError = "rais
 
 
 def criteo(paths: Paths, *, on_error: OnError = "raise") -> FileSource:
-    """Return the examples of Criteo's click logs, for :class:`hvdkit.data.GlobalBatches`.
+    """Return the examples of Criteo's click logs, for ``hk.data.GlobalBatches``.
 
     Each line has a label, 13 counts and 26 categories in hexadecimal digits, separated by tabs. A batch is
     ``({"counts": float32 [rows, 13], "categories": int64 [rows, 26]}, label int32 [rows])``. A missing count or label
     is 0, a missing category -1.
 
-    Args and Raises as for :func:`delimited`.
+    Args:
+        paths: A file, a folder, a pattern or a URL that fsspec knows, or a sequence of these.
+        on_error: As for ``hk.data.delimited``.
+
+    Returns:
+        A source of lines, whose number is its ``examples``.
+
+    Raises:
+        ValueError, DataError, CollectiveMismatchError: As for ``hk.data.delimited``.
+
+    Examples:
+        >>> import pathlib, tempfile
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> folder = pathlib.Path(hk.broadcast_object(tempfile.mkdtemp()))  # one folder for all ranks
+        >>> if hk.is_chief():
+        ...     line = ["1", *map(str, range(13)), *["68fd1e64"] * 26]
+        ...     _ = (folder / "train.txt").write_text("\\t".join(line) + "\\n")
+        >>> hk.barrier()
+        >>> clicks = hk.data.criteo(folder / "train.txt")
+        >>> features, label = next(hk.data.GlobalBatches(clicks, 1, rank=0, size=1))
+        >>> features["counts"].shape, features["categories"][0, 0].item() == 0x68FD1E64, label.tolist()
+        ((1, 13), True, [1])
     """
     with _needs_extra():
         from hvdkit.data.files.text_format import CriteoFormat
@@ -144,10 +227,10 @@ def delimited(
     fill: Mapping[str, Any] | None = None,
     on_error: OnError = "raise",
 ) -> FileSource:
-    """Return the lines of text files, for :class:`hvdkit.data.GlobalBatches`.
+    """Return the lines of text files, for ``hk.data.GlobalBatches``.
 
     A batch is a dict of the columns, arrays ``[rows]``. Each line is an example; values are not quoted. The offsets of
-    the lines are cached as those of :func:`tfrecord`.
+    the lines are cached as those of ``hk.data.tfrecord``.
 
     Args:
         paths: A file, a folder, a pattern or a URL that fsspec knows, or a sequence of these.
@@ -155,7 +238,10 @@ def delimited(
         delimiter: The character between values.
         header_lines: Number of lines at the start of each file to skip.
         fill: For columns with missing values: what replaces them. Missing floats are NaN by default.
-        on_error: As for :func:`tfrecord`; a line with another number of values is damaged.
+        on_error: As for ``hk.data.tfrecord``; a line with another number of values is damaged.
+
+    Returns:
+        A source of lines, whose number is its ``examples``.
 
     Raises:
         TypeError: A dtype is not supported.
@@ -163,14 +249,23 @@ def delimited(
         DataError: A file is compressed, or a line does not have these columns.
         CollectiveMismatchError: Ranks see different files, or pass other arguments.
 
-    Example:
-        >>> columns = {"user": "int64", "movie": "int64", "rating": "float32", "time": "int64"}
-        >>> ratings = hk.data.delimited("ratings.csv", columns, header_lines=1)  # doctest: +SKIP
+    Examples:
+        >>> import pathlib, tempfile
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> folder = pathlib.Path(hk.broadcast_object(tempfile.mkdtemp()))  # one folder for all ranks
+        >>> if hk.is_chief():
+        ...     _ = (folder / "ratings.csv").write_text("user,movie,rating\\n1,31,2.5\\n7,1029,3.0\\n")
+        >>> hk.barrier()
+        >>> columns = {"user": "int64", "movie": "int64", "rating": "float32"}
+        >>> ratings = hk.data.delimited(folder / "ratings.csv", columns, header_lines=1)
+        >>> next(hk.data.GlobalBatches(ratings, 2, rank=0, size=1))["rating"].tolist()
+        [2.5, 3.0]
     """
     if not isinstance(columns, Mapping) or not columns:
         remedy = "pass e.g. {'user': 'int64', 'rating': 'float32'}"
         raise TypeError(describe("columns", columns, "a dict of names and dtypes", remedy))
-    if len(delimiter.encode()) != 1 or delimiter in "\r\n":
+    if not isinstance(delimiter, str) or len(delimiter.encode()) != 1 or delimiter in "\r\n":
         raise ValueError(describe("delimiter", delimiter, "one ASCII character", r"pass e.g. ',' or '\t'"))
     header_lines = integer("header_lines", header_lines, minimum=0)
     _require_columns("fill", fill, columns)
@@ -183,9 +278,34 @@ def delimited(
 
 
 def npy(paths: Paths, *, on_error: OnError = "raise") -> FileSource:
-    """Return the rows of .npy files ``[n, ...]`` of one dtype and shape, for :class:`hvdkit.data.GlobalBatches`.
+    """Return the rows of .npy files ``[n, ...]`` of one dtype and shape, for ``hk.data.GlobalBatches``.
 
-    Args and Raises as for :func:`parquet`. A batch is an array ``[rows, ...]``.
+    A batch is an array ``[rows, ...]``. Every rank must call this, with the same files.
+
+    Args:
+        paths: A file, a folder, a pattern or a URL that fsspec knows, or a sequence of these.
+        on_error: As for ``hk.data.parquet``.
+
+    Returns:
+        A source of rows, whose number is its ``examples``.
+
+    Raises:
+        ValueError, DataError, CollectiveMismatchError: As for ``hk.data.parquet``.
+
+    Examples:
+        >>> import pathlib, tempfile
+        >>> import numpy as np
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> folder = pathlib.Path(hk.broadcast_object(tempfile.mkdtemp()))  # one folder for all ranks
+        >>> if hk.is_chief():
+        ...     for part in range(2):
+        ...         np.save(folder / f"part-{part}.npy", np.full((3, 8), part, "float32"))
+        >>> hk.barrier()
+        >>> rows = hk.data.npy(folder)
+        >>> batch = next(hk.data.GlobalBatches(rows, 6, rank=0, size=1))
+        >>> batch.shape, batch[:, 0].tolist()
+        ((6, 8), [0.0, 0.0, 0.0, 1.0, 1.0, 1.0])
     """
     with _needs_extra():
         from hvdkit.data.files.npy_format import NpyFormat

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +26,8 @@ class ArrayRecordFormat:
 
     def __init__(self, parse: Parse):
         self._parser = Parser(parse)
+        # Each reader reads the whole index of its file, and decodes with its own threads: one per file is enough.
+        self._locks: defaultdict[File, threading.Lock] = defaultdict(threading.Lock)
 
     def scan(self, file: File) -> FileLayout:
         with opened_as(file, _reader) as reader:
@@ -34,7 +38,7 @@ class ArrayRecordFormat:
 
     def load_rows(self, file: File, layout: FileLayout, rows: np.ndarray) -> np.ndarray:
         numbers = rows.tolist()
-        with opened_as(file, _reader) as reader:
+        with self._locks[file], opened_as(file, _reader) as reader:
             try:
                 if len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1:
                     return as_objects(reader.read(numbers[0], numbers[-1] + 1))

@@ -6,9 +6,12 @@ import contextlib
 import itertools
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from hvdkit.data.files.program_end import pause, require_running
 from hvdkit.errors import DataError, describe
 
 if TYPE_CHECKING:
@@ -18,6 +21,7 @@ T = TypeVar("T")
 _ATTEMPTS = 6
 _WILDCARDS = re.compile(r"[*?[]")
 _TIMEOUT = 60.0
+_CHECK_SECONDS = 0.5  # between two checks whether the program ends
 _LISTING = 10  # times as long: a folder of a store may have a million files
 LONGEST_WAIT = 20
 """Maximum pause between two attempts to reach a server, in seconds."""
@@ -186,13 +190,32 @@ def retrying(
     attempts = tenacity.Retrying(
         stop=tenacity.stop_after_attempt(_ATTEMPTS) | tenacity.stop_after_delay(2 * seconds),
         wait=tenacity.wait_random_exponential(0.1, LONGEST_WAIT),
-        retry=tenacity.retry_if_not_exception_type((FileNotFoundError, PermissionError, ValueError, TypeError)),
+        sleep=pause,
+        retry=tenacity.retry_if_not_exception_type(
+            (FileNotFoundError, InterruptedError, PermissionError, ValueError, TypeError)
+        ),
         reraise=True,
     )
     try:
-        return attempts(function, *arguments, **options)
+        return attempts(_answer, function, *arguments, **options)
     except TimeoutError as error:
         raise TimeoutError(f"no whole answer within {seconds:g} s (HVDKIT_DATA_TIMEOUT_SECONDS)") from error
+
+
+def _answer(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """Call a function in a thread that the end of the program does not wait for: it may be waiting for a server."""
+    answer: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            answer.set_result(function(*arguments, **options))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=call, name="hvdkit-request", daemon=True).start()
+    while not wait([answer], _CHECK_SECONDS).done:
+        require_running()
+    return answer.result()
 
 
 def shown(error: Exception) -> str:

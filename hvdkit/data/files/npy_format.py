@@ -27,7 +27,7 @@ class NpyFormat:
     def scan(self, file: File) -> FileLayout:
         with opened_as(file, _Array) as found:
             array = found.array
-        kind = f"{array.dtype}{list(array.shape[1:])}"
+        kind = f"{array.dtype.newbyteorder('=')}{list(array.shape[1:])}"
         return FileLayout(rows_of_blocks(len(array), array.nbytes), kind, BLOCK_BYTES)
 
     def load(self, file: File, layout: FileLayout, block: int) -> np.ndarray:
@@ -35,7 +35,8 @@ class NpyFormat:
 
     def load_rows(self, file: File, layout: FileLayout, rows: np.ndarray) -> np.ndarray:
         with opened_as(file, _Array) as found:
-            return found.rows(rows)
+            array = found.rows(rows)
+        return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
     def take(self, parts: Sequence[BlockRows], rows: int) -> Any:
         return taken(parts, rows)
@@ -97,6 +98,7 @@ class _Array:
         if isinstance(array, _RemoteRows):
             return array.rows(rows)
         if rows[-1] - rows[0] != len(rows) - 1 or not array.flags.c_contiguous:
+            self._file.require_whole()  # a map of what was cut off would end the process with SIGBUS
             return array[rows]
         found = aligned_empty((len(rows), *array.shape[1:]), array.dtype)
         start = self._start + int(rows[0]) * (array.nbytes // len(array))

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hvdkit import cluster
+from hvdkit.data.files.program_end import require_running
 from hvdkit.errors import describe
 from hvdkit.machine.cores import available_cores
 
@@ -32,14 +33,20 @@ def threads() -> int:
 
 def in_threads(function: Callable[[T], U], items: Sequence[T]) -> list[U]:
     """Return the results of ``function`` for all items, computed by several threads."""
-    with ThreadPoolExecutor(threads(), "hvdkit-scan") as executor:
+    executor = ThreadPoolExecutor(threads(), "hvdkit-scan")
+    try:
         return [*executor.map(function, items)]
+    finally:  # an error, or Ctrl-C, does not wait for the other items
+        executor.shutdown(wait=False, cancel_futures=True)
 
 
-def in_order(function: Callable[[T], U], items: Iterable[T]) -> Iterator[U]:
+def in_order(function: Callable[[T], U], items: Iterable[T], at_end: Callable[[], None] = lambda: None) -> Iterator[U]:
     """Yield ``function(item)`` for all items, in their order, computed ahead by several threads.
 
-    An exception is raised at its item. Threads end when the iterator is closed or deleted.
+    An exception is raised at its item. Threads end when the iterator is closed or deleted, or the program ends.
+
+    Args:
+        at_end: Called when the iterator has ended, and again after each call of ``function`` that still runs then.
 
     Raises:
         RuntimeError: The process has been forked; threads exist in its parent only.
@@ -51,17 +58,26 @@ def in_order(function: Callable[[T], U], items: Iterable[T]) -> Iterator[U]:
         if os.getpid() != process:
             got, remedy = "a process forked within an epoch", "start processes with the method 'spawn'"
             raise RuntimeError(describe("GlobalBatches", got, "the process that began the epoch", remedy))
-        return pending.popleft().result()
+        result = pending[0].result()
+        pending.popleft()
+        return result
+
+    def call(item: T) -> U:
+        require_running()
+        return function(item)
 
     try:
         for item in items:
-            pending.append(executor.submit(function, item))
+            pending.append(executor.submit(call, item))
             if len(pending) > threads() * _AHEAD_PER_THREAD:
                 yield next_result()
         while pending:
             yield next_result()
     finally:
         executor.shutdown(wait=False, cancel_futures=True)
+        at_end()
+        for future in pending:
+            future.add_done_callback(lambda _: at_end())
 
 
 class BlockCache:

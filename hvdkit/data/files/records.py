@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdkit.cluster.logs import get_logger
 from hvdkit.data.files.formats import BlockRows, FileLayout, OnError
 from hvdkit.data.files.listing import File
 from hvdkit.data.files.offsets import offsets_of
@@ -115,8 +116,8 @@ class RecordFormat(ABC):
 
     def __init__(self, on_error: OnError) -> None:
         self.skips = on_error == "skip"
-        self._offsets: dict[str, np.ndarray] = {}
-        self._maps: OrderedDict[str, np.ndarray] = OrderedDict()  # those of large files, oldest first
+        self._offsets: dict[File, np.ndarray] = {}
+        self._maps: OrderedDict[File, np.ndarray] = OrderedDict()  # those of large files, oldest first
         self._lock = threading.Lock()
 
     @abstractmethod
@@ -133,6 +134,9 @@ class RecordFormat(ABC):
         if self.skips:
             damaged = offsets_of(file, f"{self.kind}, damaged", self._find_damaged).astype(np.int64)
         rows = rows_of_blocks(records - len(damaged), file.size)
+        if (end := int(self._offsets_of(file)[-1])) < file.size:
+            get_logger().warning("on_error='skip': skipped %s from record %d, byte %d, on", file.url, records, end)
+            damaged = np.append(damaged, records)  # and those after it, whose number is not known
         return FileLayout(rows, self.kind, max(BLOCK_BYTES, file.size // max(1, records)), damaged)
 
     def load(self, file: File, layout: FileLayout, block: int) -> Any:
@@ -178,17 +182,17 @@ class RecordFormat(ABC):
 
     def _offsets_of(self, file: File) -> np.ndarray:
         with self._lock:
-            if (found := self._offsets.get(file.url, self._maps.get(file.url))) is not None:
+            if (found := self._offsets.get(file, self._maps.get(file))) is not None:
                 return found
         kind = f"{self.kind}, without the end" if self.skips else self.kind
         found = offsets_of(file, kind, self.find_offsets)
         with self._lock:
             if isinstance(found, np.memmap):
-                self._maps[file.url] = found
+                self._maps[file] = found
                 if len(self._maps) > _MOST_MAPS:
                     self._maps.popitem(last=False)
             else:
-                self._offsets[file.url] = found
+                self._offsets[file] = found
         return found
 
 

@@ -21,6 +21,7 @@ import xxhash
 
 from hvdkit.cluster.logs import get_logger
 from hvdkit.data.files.listing import File, disappeared, number_setting, require_unchanged, retrying, shown
+from hvdkit.data.files.program_end import pause
 from hvdkit.errors import DataError
 
 _CHUNK = 2**22
@@ -92,7 +93,7 @@ def _turn(path: Path) -> Iterator[None]:
                 with contextlib.suppress(BlockingIOError):
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
-                time.sleep(0.01)
+                pause(0.01)
         yield
 
 

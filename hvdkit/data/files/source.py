@@ -318,9 +318,6 @@ def read_ahead(
         indices, counts, digest = plan
         return reader.read(indices), counts, digest
 
-    try:
-        for batch in in_order(read, planned):
-            reader.next_batch()
-            yield batch
-    finally:
-        close_idle()
+    for batch in in_order(read, planned, at_end=close_idle):
+        reader.next_batch()
+        yield batch

@@ -17,7 +17,8 @@ from hvdkit.errors import DataError
 _COMPRESSED = {
     b"\x1f\x8b": ("gzip", "gzip -d"),
     b"\x28\xb5\x2f\xfd": ("zstd", "zstd -d"),
-    b"BZh9": ("bzip2", "bzip2 -d"),
+    **{b"BZh%d1AY&SY" % level: ("bzip2", "bzip2 -d") for level in range(1, 10)},
+    b"PK\x03\x04": ("zip", "unzip"),
     b"\xfd7zXZ\x00": ("xz", "xz -d"),
     b"\x04\x22\x4d\x18": ("lz4", "lz4 -d"),
 }
@@ -70,6 +71,11 @@ class OpenFile:
             while done < len(buffer) and (count := os.preadv(self._local(), [buffer[done:]], start + done)):
                 done += count
         self._require(start, done, len(buffer))
+
+    def require_whole(self) -> None:
+        """Raise DataError if a local file has been cut."""
+        with self._named(0, self.file.size):
+            self._require(0, os.fstat(self._local()).st_size, self.file.size)
 
     def _require(self, start: int, found: int, size: int) -> None:
         if found < size:

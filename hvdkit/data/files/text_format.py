@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ class LineFormat(RecordFormat):
 
     def contents(self, pieces: Sequence[bytes], file: File, numbers: np.ndarray) -> list[bytes]:
         """Return lines with their ends."""
-        return [piece.rstrip(b"\r\n") + b"\n" for piece in pieces]
+        return [piece.removesuffix(b"\n").removesuffix(b"\r") + b"\n" for piece in pieces]
 
     def take(self, parts: Sequence[BlockRows], rows: int) -> Any:
         return in_places(parts, rows)
@@ -86,8 +87,10 @@ class DelimitedFormat(LineFormat):
         """Return lines with their ends, after counting their values."""
         lines = super().contents(pieces, file, numbers)
         for number, line in zip(numbers.tolist(), lines, strict=True):
+            where = f"line {number + 1 + self._header_lines} of {file.url}"
+            if b"\r" in line:
+                raise DataError(f"{where} has a carriage return within it; end lines with \\n or \\r\\n")
             if (values := line.count(self._delimiter.encode()) + 1) != len(self._types):
-                where = f"line {number + 1 + self._header_lines} of {file.url}"
                 raise DataError(
                     f"{where} has {values} values separated by {self._delimiter!r}, expected {len(self._types)}"
                 )
@@ -99,9 +102,11 @@ class DelimitedFormat(LineFormat):
         breaks = np.flatnonzero(np.diff(numbers) != 1) + 1  # lines that follow each other are one piece
         first, last = numbers[[0, *breaks]], numbers[[*(breaks - 1), -1]]
         text = b"".join(read_pieces(source, offsets[first].astype(np.int64), offsets[last + 1].astype(np.int64)))
-        # Arrow takes an empty line, of at most 2 bytes with its end, for one whose values are all missing.
-        if (offsets[numbers + 1] - offsets[numbers] <= 2).any():
-            self._records(source, numbers)  # raises if a line has another number of values
+        # Arrow takes an empty line, of at most 2 bytes with its end, for one whose values are all missing, and a
+        # carriage return for the end of a line.
+        has_empty = (offsets[numbers + 1] - offsets[numbers] <= 2).any()
+        if has_empty or text.count(b"\r") != text.count(b"\r\n"):
+            self._records(source, numbers)  # raises if a line has another number of values, or a carriage return
         try:
             return self._parsed(text)
         except (pa.ArrowInvalid, TypeError) as error:
@@ -143,6 +148,10 @@ class DelimitedFormat(LineFormat):
 
 
 CRITEO_COUNTS, CRITEO_CATEGORIES = 13, 26
+_MOST_DIGITS, _NO_DIGIT = 8, 255
+_HEX = frozenset(string.hexdigits.encode())
+_DIGITS = bytes(int(chr(byte), 16) if byte in _HEX else _NO_DIGIT for byte in range(256))
+"""Maps characters to digits."""
 
 
 class CriteoFormat(DelimitedFormat):
@@ -173,12 +182,19 @@ class CriteoFormat(DelimitedFormat):
 
 
 def _from_hex(texts: pa.BinaryArray) -> np.ndarray:
-    """Return the values of up to 8 hexadecimal digits each, int64; -1 for an empty text."""
+    """Return the values of up to 8 hexadecimal digits each, int64; -1 for an empty text.
+
+    Raises:
+        TypeError: A text has other characters, or is longer.
+    """
     _, offsets, data = texts.buffers()
     ends = np.frombuffer(offsets, np.int32)[texts.offset : texts.offset + len(texts) + 1]
     lengths = np.diff(ends)
-    letters = np.frombuffer(data or b"", np.uint8)[ends[0] : ends[-1]]
-    digits = (letters & 15) + 9 * (letters >> 6)  # letters have bit 6, and a low half of 1 to 6
+    letters = memoryview(data or b"")[ends[0] : ends[-1]]
+    digits = np.frombuffer(bytes(letters).translate(_DIGITS), np.uint8)
+    if (digits == _NO_DIGIT).any() or (lengths > _MOST_DIGITS).any():
+        wrong = next(text for text in texts.to_pylist() if len(text) > _MOST_DIGITS or not set(text) <= _HEX)
+        raise TypeError(describe("a category", repr(wrong), "up to 8 hexadecimal digits", "use hk.data.delimited"))
     values = np.full(len(texts), -1, np.int64)
     for length in np.flatnonzero(np.bincount(lengths)).tolist():
         if length == 0:
@@ -188,8 +204,8 @@ def _from_hex(texts: pa.BinaryArray) -> np.ndarray:
             each = digits.reshape(-1, length)
         else:
             each = digits[(ends[rows] - ends[0])[:, None] + np.arange(length)]
-        padded = np.zeros((len(rows), 8), np.uint8)
-        padded[:, max(0, 8 - length) :] = each[:, :8]
+        padded = np.zeros((len(rows), _MOST_DIGITS), np.uint8)
+        padded[:, _MOST_DIGITS - length :] = each
         values[rows] = (padded[:, ::2] << 4 | padded[:, 1::2]).view(">u4").ravel()
     return values
 
@@ -198,6 +214,8 @@ def _arrow_type(name: str, dtype: npt.DTypeLike) -> pa.DataType:
     kind = np.dtype(dtype)
     if kind.kind in "SOU":
         return pa.binary()
-    if kind.kind not in "iufb":
-        raise TypeError(describe(f"columns[{name!r}]", kind.name, "numbers, booleans or bytes", "choose another dtype"))
+    if kind.kind not in "iufb" or (kind.kind == "f" and kind.itemsize not in (4, 8)):
+        raise TypeError(
+            describe(f"columns[{name!r}]", kind.name, "integers, float32, float64, bool or bytes", "choose one")
+        )
     return pa.from_numpy_dtype(kind)

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import google_crc32c
 import numpy as np
 
-from hvdkit.cluster.logs import get_logger
 from hvdkit.data.files.formats import BlockRows, OnError
 from hvdkit.data.files.listing import File
 from hvdkit.data.files.records import Parse, Parser, RecordFormat, in_places
@@ -58,7 +57,6 @@ class TFRecordFormat(RecordFormat):
                     continue
             if not self.skips:
                 raise DataError(problem)
-            get_logger().warning("%s; its end is skipped", problem)
             break
         return np.array(offsets, np.uint64)
 

@@ -216,7 +216,7 @@ class Mixture:
 
 
 def mixture(sources: Sequence[Any], weights: Sequence[float], *, epoch_examples: int | None = None) -> Mixture:
-    """Return several sources as one, in fixed proportions, for :class:`hvdkit.data.GlobalBatches`.
+    """Return several sources as one, in fixed proportions, for ``hk.data.GlobalBatches``.
 
     Of the first p examples of the training, ``p * weights[i] / sum(weights)`` are from source i, within two;
     ``mixture.counts(p)`` returns the exact numbers. With ``shuffle="blocks"`` this holds at the end of each epoch, and
@@ -230,13 +230,21 @@ def mixture(sources: Sequence[Any], weights: Sequence[float], *, epoch_examples:
         weights: A positive number for each source.
         epoch_examples: E, the number of examples in an epoch; default: the sum over the sources.
 
+    Returns:
+        The mixture, a source for ``hk.data.GlobalBatches``.
+
     Raises:
         TypeError: A source is a ``tf.data.Dataset`` or is not data.
         ValueError: A weight is not positive and finite, the lengths differ, or batches are unlike.
 
-    Example:
-        >>> both = hk.data.mixture([hk.data.parquet("web/"), hk.data.parquet("app/")], [0.8, 0.2])  # doctest: +SKIP
-        >>> batches = hk.data.GlobalBatches(both, 65536, shuffle_seed=0, shuffle="blocks")  # doctest: +SKIP
+    Examples:
+        >>> import numpy as np
+        >>> import hvdkit as hk
+        >>> web, app = np.zeros(1000, "int32"), np.ones(50, "int32")  # or hk.data.parquet("web/"), ...
+        >>> both = hk.data.mixture([web, app], [0.8, 0.2], epoch_examples=500)
+        >>> batches = hk.data.GlobalBatches(both, 100, shuffle_seed=0, rank=0, size=1)
+        >>> [int(batch.sum()) for batch in batches.one_epoch()]  # 20 of 100 are from app
+        [20, 20, 20, 20, 20]
     """
     each = [source if isinstance(source, FileSource) else ArraySource(source) for source in sources]
     if not each or len(weights) != len(each):

@@ -1,0 +1,53 @@
+"""The workflows agree with the Makefile and with the table of versions; `make lint` checks their schema."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import compatibility
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / ".github" / "workflows"
+FILES = sorted(FOLDER.glob("*.yml"))
+
+
+def jobs(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"]
+
+
+def steps(path: Path) -> list[dict[str, Any]]:
+    return [step for job in jobs(path).values() for step in job["steps"]]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_workflows_call_targets_of_the_makefile(path):
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    called = set(re.findall(r"\bmake ([a-z-]+)", "\n".join(step.get("run", "") for step in steps(path))))
+    for job in jobs(path).values():
+        called |= {*job.get("strategy", {}).get("matrix", {}).get("target", [])}
+    assert called and called <= targets
+
+
+def test_each_row_of_the_table_has_a_job():
+    rows = jobs(FOLDER / "compatibility.yml")["row"]["strategy"]["matrix"]["include"]
+    named = [(row["tensorflow"], row["python"], row["mpi"]) for row in rows]
+    assert named == [(row.tensorflow, row.python, row.mpi) for row in compatibility.ROWS]
+
+
+def test_only_the_job_that_publishes_may_identify_itself():
+    """It runs no code of this project."""
+    allowed = [
+        (path.name, name)
+        for path in FILES
+        for name, job in jobs(path).items()
+        if "write" in job.get("permissions", {}).values()
+    ]
+    assert allowed == [("release.yml", "publish")]
+    assert not any("run" in step for step in jobs(FOLDER / "release.yml")["publish"]["steps"])
+    for path in FILES:
+        assert yaml.safe_load(path.read_text(encoding="utf-8"))["permissions"] == {"contents": "read"}
