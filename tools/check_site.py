@@ -1,4 +1,4 @@
-"""Check the built site: it requests nothing from other servers, and no page is wider than a phone.
+"""Check the built site: links lead to files, nothing comes from other servers, no page is wider than a phone.
 
     python tools/check_site.py [site]
 
@@ -41,27 +41,32 @@ FRAMES = """<title></title><body><script>
 </script>"""
 
 
-class Requests(HTMLParser):
-    """Addresses on other servers that a page loads when it is opened."""
+class Addresses(HTMLParser):
+    """The addresses on other servers that a page loads when it is opened, and the addresses that it links to."""
 
     def __init__(self) -> None:
         super().__init__()
         self.external: list[str] = []
+        self.linked: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note the address of a script, a style sheet or a picture."""
+        """Note the address of a script, a style sheet, a picture or a link."""
         given = dict(attrs)
+        if tag == "a":
+            self.linked.append(given.get("href") or "")
         address = given.get(LOADED.get(tag, "")) or ""
         loads = tag != "link" or given.get("rel") not in {"canonical", "prev", "next"}
         if loads and re.match(r"(https?:)?//", address):
             self.external.append(address)
 
 
-def requests(page: Path) -> list[str]:
-    """Return the addresses on other servers that a page loads."""
-    parser = Requests()
+def wrong_addresses(page: Path) -> list[str]:
+    """Return a message for each address on another server that a page loads, and for each link that leads nowhere."""
+    parser = Addresses()
     parser.feed(page.read_text(encoding="utf-8"))
-    return parser.external
+    paths = {address.partition("#")[0] for address in parser.linked if not re.match(r"[a-z]+:|/", address)}
+    nowhere = sorted(path for path in paths if not (page.parent / path).exists())
+    return [f"loads {address}" for address in parser.external] + [f"no file {path}" for path in nowhere]
 
 
 def widths(pages: list[Path], chromium: str) -> dict[Path, int]:
@@ -83,7 +88,7 @@ def main() -> int:
     """Print the problems of the site; return 1 if there are any."""
     site = Path(sys.argv[1]) if sys.argv[1:] else ROOT / "site"
     pages = sorted(site.rglob("*.html"))
-    problems = [f"{page.relative_to(site)}: loads {address}" for page in pages for address in requests(page)]
+    problems = [f"{page.relative_to(site)}: {message}" for page in pages for message in wrong_addresses(page)]
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium:
         for page, width in widths(pages, chromium).items():

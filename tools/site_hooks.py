@@ -24,6 +24,8 @@ from hvdkit.commands.cli import COMMANDS, main  # noqa: E402
 FENCE = re.compile(r"^(```\w+)(?: file=(\S+)| [^\n]*)?$", re.MULTILINE)
 # A link to one of the project's sources, which the site does not contain; its text remains.
 SOURCE = re.compile(r"\[([^\]]*)\]\(\.\./[^)]+\)")
+# A relative link to a document or a notebook, up to the suffix.
+NOTEBOOK_LINK = re.compile(r'(<a [^>]*href="(?!https?:)[^"#]+)\.(?:md|ipynb)(?=["#])')
 # Text that is left alone (code, headings, links), or a public name: `hk.fit`, `hk.fit(model, ...)`.
 NAME = re.compile(
     r"^```.*?^```|^#.*?$|\[[^\]]*\]\([^)]*\)|`hk\.(?P<name>[\w.]+)(?:\([^`\n]*\))?`", re.MULTILINE | re.DOTALL
@@ -68,6 +70,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) 
     if "/" not in page.file.src_uri:
         markdown = SOURCE.sub(r"\1", markdown)
     return linked(markdown, Path(config.docs_dir))
+
+
+def on_page_content(html: str, page: Page, **_: Any) -> str:
+    """Adapt a notebook's links to documents and notebooks, which MkDocs does only in Markdown."""
+    return NOTEBOOK_LINK.sub(r"\1.html", html) if page.file.src_uri.endswith(".ipynb") else html
 
 
 def linked(markdown: str, docs: Path) -> str:

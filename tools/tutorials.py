@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import io
 import os
 import sys
 import tempfile
@@ -20,10 +21,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
-from jupyter_client import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbformat import NotebookNode
+from PIL import Image
+from traitlets.config import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "tutorials"
@@ -48,10 +50,11 @@ def execute(notebook: NotebookNode, folder: Path, settings: Path) -> None:
         CellTimeoutError: A cell did not end.
     """
     # Sockets are files: other users of this machine cannot connect.
-    manager = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=str(settings / "kernel"))
+    sockets = {"transport": "ipc", "ip": str(settings / "kernel")}
     NotebookClient(
         notebook,
-        km=manager,
+        config=Config({"AsyncKernelManager": sockets}),
+        kernel_name="python3",
         startup_timeout=SECONDS,
         timeout=SECONDS,
         resources={"metadata": {"path": str(folder)}},
@@ -62,7 +65,16 @@ def execute(notebook: NotebookNode, folder: Path, settings: Path) -> None:
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             if output.output_type == "stream":  # commands run on a pseudo-terminal
-                output.text = output.text.replace("\r\n", "\n")
+                output.text = output.text.replace("\r\n", "\n").replace(f"{folder}/", "")
+            elif "image/png" in output.get("data", {}):
+                output.data["image/png"] = with_palette(output.data["image/png"])
+
+
+def with_palette(png: str) -> str:
+    """Return an image with at most 256 colors, in base64: a plot takes a third of the bytes."""
+    with Image.open(io.BytesIO(base64.b64decode(png))) as image, io.BytesIO() as file:
+        image.convert("RGB").quantize(256).save(file, "png", optimize=True)
+        return base64.b64encode(file.getvalue()).decode()
 
 
 def texts(output: NotebookNode) -> Iterator[str]:
@@ -93,6 +105,8 @@ def tried(path: Path, write: bool) -> list[str]:
         # Without the user's settings of Jupyter, IPython and matplotlib.
         names = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "MPLCONFIGDIR")
         os.environ |= dict.fromkeys(names, settings)
+        os.environ["HVDKIT_FLIGHT_DIR"] = folder
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # TensorFlow's messages depend on the processor
         try:
             execute(notebook, Path(folder), Path(settings))
         except (CellExecutionError, CellTimeoutError) as error:
