@@ -69,3 +69,5 @@ def test_every_supported_version_has_a_row_in_the_table():
     (major, oldest), (_, newest) = supported.OLDEST_TENSORFLOW, supported.NEWEST_TENSORFLOW
     assert {Version(row.tensorflow).release[:2] for row in rows} == {(major, n) for n in range(oldest, newest + 1)}
     assert {row.python for row in rows} == set(PYTHONS)
+    document = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    assert [row for row in rows if row.cells not in document] == []
