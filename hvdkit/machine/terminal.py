@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import IO, Any
+from typing import IO
 
 
-def is_terminal(stream: IO[Any]) -> bool:
+def is_terminal(stream: IO[str] | IO[bytes]) -> bool:
     """Return True if a stream is a terminal that the user sees.
 
     Jupyter runs the commands in cells (``!hvdkit run ...``) on a pseudo-terminal, but shows their output on a page, on

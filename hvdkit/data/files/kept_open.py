@@ -28,6 +28,7 @@ class Closable(Protocol):
 C = TypeVar("C", bound=Closable)
 _idle: OrderedDict[Hashable, list[tuple[Closable, float]]] = OrderedDict()  # with the times of their last checks
 _lock = threading.Lock()
+_is_closing = False  # the idle files are to be closed
 
 
 @contextlib.contextmanager
@@ -63,7 +64,8 @@ def _take(key: Hashable) -> tuple[Closable | None, float]:
         found = idle.pop() if idle else (None, 0.0)
         if idle:
             _idle[key] = idle
-        return found
+    _close_if_asked()
+    return found
 
 
 def _give_back(key: Hashable, opened: Closable, checked: float) -> list[Closable]:
@@ -74,14 +76,31 @@ def _give_back(key: Hashable, opened: Closable, checked: float) -> list[Closable
         while sum(map(len, _idle.values())) > MOST_OPEN:
             _, oldest = _idle.popitem(last=False)
             excess += [each for each, _ in oldest]
-        return excess
+    _close_if_asked()
+    return excess
 
 
 def close_idle() -> None:
-    """Close the files that no thread is reading: a file that is removed takes space on its disk until it is closed."""
-    with _lock:
-        idle = [each for files in _idle.values() for each, _ in files]
-        _idle.clear()
-    for each in idle:
-        with contextlib.suppress(Exception):
-            each.close()
+    """Close the files that no thread is reading: a file that is removed takes space on its disk until it is closed.
+
+    Python may collect an abandoned epoch, which calls this, at any time, also while this thread holds the lock. So this
+    never waits for the lock: the thread that holds it closes the files afterwards.
+    """
+    global _is_closing
+    _is_closing = True
+    _close_if_asked()
+
+
+def _close_if_asked() -> None:
+    """Close the idle files if this was asked for and no thread holds the lock."""
+    global _is_closing
+    while _is_closing and _lock.acquire(blocking=False):
+        try:
+            _is_closing = False
+            idle = [each for files in _idle.values() for each, _ in files]
+            _idle.clear()
+        finally:
+            _lock.release()
+        for each in idle:
+            with contextlib.suppress(Exception):
+                each.close()
