@@ -35,10 +35,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from types import FrameType
 from typing import Annotated
 
@@ -53,6 +52,8 @@ STOP = threading.Event()
 """Set if this run is interrupted: every launch ends, and no new one starts."""
 # Files of tests/jobs that compare the seconds until a job ends, and the names of their launches.
 TIMED = {"test_hosts.py": "jobs on hosts, timed", "test_one_host.py": "jobs here, timed"}
+FIRST = ("np=2, MPI", "jobs", "np=3, MPI", "unit")
+"""Names of the launches that take longest, in an order in which two at a time end soonest."""
 # Files whose tests marked `contract` cover every kind of exchange: under Gloo only the exchange differs.
 UNDER_GLOO = (
     "test_checkpoint.py",
@@ -140,35 +141,29 @@ def launches(config: Config, folder: Path) -> list[Launch]:
 def run_all(listed: list[Launch], stall: float) -> Iterator[Launch]:
     """Run all launches, and yield each when it ends.
 
-    Launches of several ranks only fill two cores while they start; later their ranks wait for each other. So unit
-    tests, tests that start jobs and the launch of one rank run at the same time. Tests that measure how soon a job ends
-    have the machine to themselves.
+    Launches of several ranks only fill two cores while they start; later their ranks wait for each other. So two
+    launches run at the same time, and when one ends the next one begins, in the order of FIRST. Tests that measure how
+    soon a job ends have the machine to themselves.
     """
-    timed = [[launch] for launch in listed if launch.name in TIMED.values()]
-    others = [launch for launch in listed if launch.name not in TIMED.values()]
-    ranks = [launch for launch in others if launch.size > 1]
-    alone = [launch for launch in others if launch.size == 1]
-    ended: SimpleQueue[Launch] = SimpleQueue()
+    timed = [launch for launch in listed if launch.name in TIMED.values()]
+    others = [launch for launch in listed if launch not in timed]
+    others.sort(key=lambda launch: [*FIRST, launch.name].index(launch.name))
 
-    def one_after_another(lane: list[Launch]) -> None:
-        for launch in lane:
-            if STOP.is_set():
-                return
+    def run_one(launch: Launch) -> Launch:
+        if not STOP.is_set():
             print(f"{launch.name} ...", flush=True)
             run(launch, stall)
-            ended.put(launch)
+        return launch
 
-    for together in ([ranks, alone], timed):
-        if not any(together):
+    for together in (others, timed):
+        if not together:
             continue
         os.environ[speed.VARIABLE] = f"{max(speed.slowdown(), speed.measure()):.2f}"  # the load may have increased
         print(f"slowdown of this machine: {speed.slowdown():.2f}", flush=True)
-        with ThreadPoolExecutor(len(together)) as pool:
-            waiting = [pool.submit(one_after_another, lane) for lane in together]
-            for _ in range(sum(map(len, together))):
-                yield ended.get()
-            for future in waiting:
-                future.result()
+        with ThreadPoolExecutor(2) as pool:
+            running = [pool.submit(run_one, launch) for launch in together]
+            for done in as_completed(running):
+                yield done.result()
 
 
 def to_files(
