@@ -19,7 +19,6 @@ from helpers.jobs import call, environment
 
 from hvdkit import checkpoint
 from hvdkit.commands import cli
-from hvdkit.commands.build_horovod.cache import default_folder
 from hvdkit.commands.new import New, new
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
     "hvdkit bench --profile runs/profile -np 2 -- ": "--profile-steps 3-5",
     "hvdkit bench": "--steps 2 --warm-up 1 --batch 8 --no-scaling",
-    "hvdkit build-horovod": f"--no-install --cache-dir {shlex.quote(str(default_folder()))}",  # of `make setup`
+    "hvdkit build-horovod": "--no-install",
     "hvdkit doctor": "--no-run",  # tests/jobs/test_doctor.py starts ranks
     "hvdkit tune": "--steps 2 --warm-up 1 --rounds 1 --batch 1 --no-bucket --no-cycle --no-autotune",
 }
