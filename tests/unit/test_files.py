@@ -136,7 +136,7 @@ def read_bytes():
             "parquet",
             {"shuffle": "blocks", "interleave": 7, "global_batch_size": 7},
             5,
-            "about 1.43 times its part of the files; pass interleave=5",  # 10 would be more than a batch has
+            "about 2.14 times its part of the files; pass interleave=5",  # 10 would be more than a batch has
         ),
         ("parquet", {"shuffle": "blocks"}, 4, ""),
         ("parquet", {}, 1, ""),

@@ -74,7 +74,8 @@ def test_a_page_that_loads_from_another_server_is_found(tmp_path):
     page = tmp_path / "page.html"
     page.write_text(
         '<link rel="canonical" href="https://a.org"><link rel="stylesheet" href="//b.org/c.css"><script src="d.js">'
-        '</script><a href="https://e.org">e</a><img alt="" src="https://f.org/g.png">'
+        '</script><a href="https://e.org">e</a><a href="missing.html#a">g</a><a href="page.html">h</a><img alt="" src="https://f.org/g.png">'
     )
     check = runpy.run_path(str(ROOT / "tools" / "check_site.py"))
-    assert check["requests"](page) == ["//b.org/c.css", "https://f.org/g.png"]
+    found = ["loads //b.org/c.css", "loads https://f.org/g.png", "no file missing.html"]
+    assert check["wrong_addresses"](page) == found
