@@ -134,6 +134,7 @@ def test_new_files_are_found_by_all_ranks_together(shared_path, rank, size):
                 hk.fit(model, batches, epochs=day + 1, initial_epoch=day, verbose=0)
             else:
                 model.fit(batches.as_keras(), verbose=0, shuffle=False)
+        hk.barrier()  # every rank has read the files
         if hk.is_chief():
             for shown, hidden in later:
                 shown.rename(hidden)
