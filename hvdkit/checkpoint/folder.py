@@ -89,7 +89,7 @@ def _manifest_damage(path: Path) -> str | None:
     return None
 
 
-def latest(folder: Path) -> Path | None:
+def latest(folder: str | Path) -> Path | None:
     """Return the newest good checkpoint of ``folder``, or None.
 
     Does not read tensors, so it does not detect a flipped byte. ``restore`` and ``verify`` detect and record it; from

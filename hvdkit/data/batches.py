@@ -189,6 +189,11 @@ class GlobalBatches(Iterator[Any]):
             if has_yielded:
                 return
 
+    def __copy__(self) -> GlobalBatches:
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, _reader=None)  # an open reader can advance one iterator only
+        return other
+
     def __repr__(self) -> str:
         """Show the sizes, and a hint for users: Keras's error about unsupported data contains this text."""
         return (

@@ -102,7 +102,8 @@ def fault_of(store: TableStore, bags: Mapping[str, Bag]) -> Fault:
     for name, (feature, table) in store.lookups.items():
         bag, where = bags.get(name, _NO_BAG), f"feature {feature!r} of table {table.name!r}"
         if store.out_of_range == "error" and not table.evict:
-            checks.append(range_check(bag.ids, table.input_dim, where))
+            remedy = "check the data, or pass out_of_range='wrap' or 'drop'"
+            checks.append(range_check(bag.ids, table.input_dim, where, remedy))
         if table.combiner is not None:
             checks.append(weights_check(bag.weights, bag.matches, where))
         if store.floats:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import h5py
 import keras
 
 from hvdkit import cluster
@@ -110,10 +111,26 @@ def _load(path: Path, custom_objects: Any, compiles: bool, safe_mode: bool, opti
     return model
 
 
+def _was_trained(path: Path) -> bool:
+    """Return whether the optimizer in a ``.keras`` file, or one that it contains, has made a step."""
+    iterations: list[int] = []
+
+    def visit(name: str, item: Any) -> None:
+        if name.endswith("vars/0"):
+            iterations.append(int(item[()]))
+
+    with zipfile.ZipFile(path) as archive, archive.open("model.weights.h5") as weights, h5py.File(weights) as file:
+        if "optimizer" in file:
+            file["optimizer"].visititems(visit)
+    return any(iterations)
+
+
 def _load_state(model: Any, path: Path) -> None:
     """Load this rank's weights and the state of the current optimizer."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="Skipping variable loading")
+        # Before the first step, Keras saves no slots: there is no state to miss.
+        action: Any = "error" if _was_trained(path) else "ignore"
+        warnings.filterwarnings(action, message="Skipping variable loading")
         try:
             model.load_weights(path)
         except UserWarning as error:

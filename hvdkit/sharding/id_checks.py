@@ -63,9 +63,8 @@ def as_ids(ids: npt.ArrayLike | tf.Tensor, name: str) -> tf.Tensor:
     return tensor if tensor.dtype in (tf.int32, tf.int64, tf.uint64) else tf.cast(tensor, tf.int64)
 
 
-def range_check(ids: tf.Tensor | None, rows: int, where: str) -> Check:
+def range_check(ids: tf.Tensor | None, rows: int, where: str, remedy: str = "check the data") -> Check:
     """Return the check that ids ``[n]`` are valid for a table with ``rows`` rows; None: nothing to check."""
-    remedy = "check the data, or pass out_of_range='wrap' or 'drop'"
     invalid = None if ids is None else is_out_of_range(ids, rows)
     return Check(ids, invalid, "ids", where, f"0 to {rows - 1}", remedy)
 

@@ -123,7 +123,7 @@ def fit(
         if isinstance(training_shares, GlobalBatchShares):
             training_shares.check_labels(model)
             training_shares.check_epochs(epochs)
-            if logdir is not None and training_shares.num_batches is None:
+            if logdir is not None and training_shares.may_end_anywhere:
                 remedy = "set it: dataset.apply(tf.data.experimental.assert_cardinality(n))"
                 raise ValueError(describe("x", "GlobalBatches of unknown length, with logdir=", "a known one", remedy))
             if logdir is not None and x._files is not None:

@@ -11,7 +11,7 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from hvdkit.data import GlobalBatches
 from hvdkit.data.arguments import keras_parts
-from hvdkit.errors import describe
+from hvdkit.errors import describe, integer
 from hvdkit.training.shares import DataRank, Shares
 
 
@@ -33,7 +33,7 @@ class GlobalBatchShares(Shares):
     Raises:
         TypeError: the data is not ``x``, ``(x, y)`` or ``(x, y, sample_weight)``.
         ValueError: the batches are split for other ranks, or are neither at their start nor at the first epoch of
-            training.
+            training; or ``steps`` or ``initial_epoch`` is too small.
     """
 
     def __init__(
@@ -54,13 +54,22 @@ class GlobalBatchShares(Shares):
         if batches._files is not None and steps is not None:
             remedy = "leave it out: epochs end where files are added"
             raise ValueError(describe("steps_per_epoch", steps, "None for GlobalBatches(growth=)", remedy))
+        if initial_epoch is not None:
+            integer("initial_epoch", initial_epoch, minimum=0)
+            if steps is not None:
+                integer("steps_per_epoch", steps, minimum=1)
         self._trains, self._steps, self._initial_epoch = initial_epoch is not None, steps, initial_epoch or 0
         self._batches = batches.copy_at(*self._start(batches, self._initial_epoch))
         if self._trains:
             self._check_position(batches, argument)
         self._class_weight, self._argument = class_weight, argument
         self.digest = json.dumps(batches.fingerprint(), sort_keys=True, default=str)
-        super().__init__(TFDatasetAdapter(self._batches.as_shares()), data_rank)
+        dataset = self._batches.as_shares()
+        # Keras's epochs then end after `steps` batches, not where an epoch of the data ends.
+        self._repeats = self._trains and steps is not None and batches.steps_per_epoch is not None
+        if self._repeats:
+            dataset = dataset.repeat()
+        super().__init__(TFDatasetAdapter(dataset), data_rank)
 
     def _start(self, batches: GlobalBatches, epoch: int) -> tuple[int, int]:
         """Return the epoch and step of the data at which a Keras epoch begins."""
@@ -91,12 +100,15 @@ class GlobalBatchShares(Shares):
     def check_epochs(self, epochs: int) -> None:
         """Raise ValueError if the batches end before ``epochs`` Keras epochs."""
         available, data_steps = self._batches.available_epochs, self._batches.steps_per_epoch
-        needed = epochs if not (data_steps and self._steps) else -(-epochs * self._steps // data_steps)
+        needed, most = epochs, available
+        if data_steps and self._steps:
+            needed = -(-epochs * self._steps // data_steps)
+            most = available and available * data_steps // self._steps
         if available is not None and needed > available:
             got, remedy = f"GlobalBatches(epochs={available})", f"pass GlobalBatches(epochs={needed}), or None"
             if available != self._batches._epochs:
                 got, remedy = "GlobalBatches(growth='replace')", "call add_new_files after each epoch"
-            raise ValueError(describe("epochs", f"{epochs}, with {got}", f"at most {available}", remedy))
+            raise ValueError(describe("epochs", f"{epochs}, with {got}", f"at most {most}", remedy))
 
     @property
     def position(self) -> GlobalBatches | None:
@@ -157,12 +169,12 @@ class GlobalBatchShares(Shares):
     @property
     def may_end_anywhere(self) -> bool:
         """Return True for a stream of unknown length."""
-        return self.num_batches is None
+        return self._batches.steps_per_epoch is None
 
     @property
     def num_batches(self) -> int | None:
-        """Batches per epoch; None if unknown."""
-        return self._batches.steps_per_epoch
+        """Batches until the data end; None if unknown or endless."""
+        return None if self._repeats else self._batches.steps_per_epoch
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that must be equal on all ranks."""

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state
-from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
+from keras.src.random.seed_generator import global_seed_generator
 from tensorflow.python.eager import context
 
 from hvdkit import cluster
 from hvdkit.collectives import broadcast_object
 
+_GENERATOR = "global_seed_generator"  # Keras 3.12 has no constant for it
 _GOLDEN = 0x9E3779B1  # odd, so its multiples differ for all ranks
 
 
@@ -67,12 +68,12 @@ def rank_seeds() -> Iterator[None]:
     before, generator = getattr(owner, name), global_generator()
     if before is not None:
         setattr(owner, name, (int(before) + offset) % 2**31)
-    global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, _RankGenerator(generator))
+    global_state.set_global_attribute(_GENERATOR, _RankGenerator(generator))
     try:
         yield
     finally:
         setattr(owner, name, before)
-        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)
+        global_state.set_global_attribute(_GENERATOR, generator)
 
 
 def _seed_offset() -> int:

@@ -170,12 +170,20 @@ def test_epochs_are_those_of_the_data_after_initial_epoch_and_a_stop(rng, shared
     same_logs({name: values[1:] for name, values in found.items()}, {n: v[2:] for n, v in expected.items()})
 
 
-def test_steps_per_epoch_goes_on_in_the_data(rng):
-    x, y = line(rng, 24)
-    many, found = ported(dense(), hk.data.GlobalBatches((x, y), 4, shuffle_seed=2), epochs=2, steps_per_epoch=3)
-    one, expected = plain(dense(), alone((x, y), 4, 2 * 3, shuffle_seed=2), epochs=2, steps_per_epoch=3)
+@pytest.mark.parametrize("steps", [3, 4, 7])
+def test_steps_per_epoch_goes_on_in_the_data(rng, steps):
+    x, y = line(rng, 24)  # 6 batches
+    batches = hk.data.GlobalBatches((x, y), 4, shuffle_seed=2)
+    one, expected = plain(dense(), alone((x, y), 4, 3 * steps, shuffle_seed=2), epochs=3, steps_per_epoch=steps)
+    many, found = ported(dense(), batches, epochs=3, steps_per_epoch=steps)
     same_logs(found, expected)
     same_weights(many, one)
+    many, _ = ported(dense(), batches, epochs=1, steps_per_epoch=steps)
+    for epoch in (1, 2):  # a run that starts again for each epoch
+        hk.fit(many, batches, initial_epoch=epoch, epochs=epoch + 1, steps_per_epoch=steps, verbose=0)
+    same_weights(many, one)
+    with pytest.raises(ValueError, match=rf"^epochs: got 9, .* at most {18 // steps}; pass GlobalBatches"):
+        hk.fit(many, hk.data.GlobalBatches((x, y), 4, epochs=3), epochs=9, steps_per_epoch=steps, verbose=0)
 
 
 def test_a_backup_goes_on_at_its_epoch(rng, shared_path):
@@ -214,6 +222,13 @@ def test_what_is_wrong_with_global_batches_is_an_error_on_every_rank(rng):
             hk.fit(model, batches, verbose=0, **options)
     with pytest.raises(ValueError, match=r"^epochs: got 3, .*expected at most 2; pass GlobalBatches\(epochs=3\)"):
         hk.fit(model, hk.data.GlobalBatches((x, y), 8, epochs=2), epochs=3, verbose=0)
+    for arguments, error, words in (
+        ({"steps_per_epoch": 0}, ValueError, "^steps_per_epoch: got 0, expected an integer of at least 1"),
+        ({"steps_per_epoch": 1.5}, TypeError, "^steps_per_epoch: got 1.5, expected an integer"),
+        ({"initial_epoch": -1}, ValueError, "^initial_epoch: got -1, expected an integer of at least 0"),
+    ):
+        with pytest.raises(error, match=words):
+            hk.fit(model, batches, epochs=2, verbose=0, **arguments)
     for call, data in (
         (hk.fit, {"x": hk.data.GlobalBatches({"x": x}, 8)}),
         (hk.evaluate, {"x": hk.data.GlobalBatches((x,), 8)}),

@@ -86,6 +86,22 @@ def test_what_was_not_compiled_stays_so(tmp_path):
     assert not hk.load_model(tmp_path / "model.keras", compile=False).compiled
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_model_that_was_never_trained_can_be_loaded(scaled, rank, size, shared_path):
+    optimizer = opts.LossScaleOptimizer(opts.Adam(0.01)) if scaled else opts.Adam(0.01)
+    model = model_of(optimizer)
+    path = shared_path / "model.keras"
+    if hk.is_chief():
+        model.save(path)
+    hk.barrier()
+    loaded = hk.load_model(path)
+    assert isinstance(loaded.optimizer, DistributedMixin)
+    fit(model)
+    fit(loaded)
+    for got, want in zip(values(loaded), values(model), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
 def test_a_file_that_a_rank_cannot_read_is_an_error_on_every_rank(rank, size, tmp_path):
     model = fit(model_of(opts.Adam(0.01)))
     if rank < size - 1:

@@ -102,7 +102,7 @@ def test_an_id_out_of_range_is_an_error_on_every_rank(partition, bad, traced, ra
     with pytest.raises((ValueError, tf.errors.InvalidArgumentError)) as error:
         lookup(ids)
     assert f"got {bad} in lookup of" in str(error.value) and f"on rank {size - 1}" in str(error.value)
-    assert "expected 0 to 12" in str(error.value)
+    assert "expected 0 to 12" in str(error.value) and "out_of_range=" not in str(error.value)
     assert lookup(tf.constant([0, 12], tf.int64)).shape == (2, 3)  # every rank has returned
 
 

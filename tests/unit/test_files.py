@@ -1,5 +1,6 @@
 """Files as sources: every format gives the same rows in the same order, at any number of ranks."""
 
+import copy
 import itertools
 import os
 import struct
@@ -523,3 +524,22 @@ def test_offsets_of_long_and_short_records(tmp_path):
     assert [*map(len, np.concatenate(read_whole(hk.data.tfrecord(tmp_path / "a"), remainder="drop")))] == lengths[
         : len(lengths) // 16 * 16
     ]
+
+
+def test_a_copy_within_an_epoch_is_an_iterator_of_its_own(tmp_path):
+    write_parquet(tmp_path / "a", range(30))
+    batches = hk.data.GlobalBatches(hk.data.parquet(tmp_path, ["id"]), 3, rank=0, size=1)
+    next(batches)
+    other = copy.copy(batches)
+    for expected in ([3, 4, 5], [6, 7, 8]):
+        assert next(other)["id"].tolist() == next(batches)["id"].tolist() == expected
+    assert other.state == batches.state
+
+
+def test_files_with_other_suffixes_are_counted(tmp_path):
+    (tmp_path / "000000_0").write_bytes(b"")
+    (tmp_path / "000001_0").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"a folder with 2 other files, expected files that end in \.parquet"):
+        hk.data.parquet(tmp_path)
+    with pytest.raises(ValueError, match="check the spelling"):
+        hk.data.parquet(tmp_path / "missing")

@@ -185,3 +185,29 @@ def test_a_program_ends_while_files_are_read(folder, ending, said):
     program = [sys.executable, "-c", PROGRAM + ending, str(folder)]
     ended = subprocess.run(program, timeout=WAIT, stderr=subprocess.PIPE, text=True, check=False)
     assert ended.returncode == 1 and said in ended.stderr, ended.stderr
+
+
+def test_a_forked_process_does_not_read_array_records(folder):
+    program = """
+import os, sys
+from array_record.python.array_record_module import ArrayRecordWriter
+import hvdkit as hk
+
+writer = ArrayRecordWriter(path := sys.argv[1] + "/a.array_record", "group_size:1")
+for _ in range(8):
+    writer.write(b"x")
+writer.close()
+data = lambda: hk.data.GlobalBatches(hk.data.array_record(path), 2, epochs=1, rank=0, size=1)
+assert len([*data()]) == 4
+if os.fork() == 0:
+    try:
+        [*data()]
+    except RuntimeError as error:
+        print(error, flush=True)
+    os._exit(0)
+os.wait()
+assert len([*data()]) == 4
+"""
+    ended = subprocess.run([sys.executable, "-c", program, folder], timeout=WAIT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "array_record: got a process forked after it had read, expected" in ended.stdout

@@ -38,6 +38,7 @@ class Server(http.server.ThreadingHTTPServer):
     """Serves a folder with byte ranges.
 
     Attributes:
+        refusals: The number of requests for a file's size that will be answered with an error.
         failures: The number of requests for data that will be answered with an error, or cut off half way.
         requests: The number of requests for data so far.
         ranges: How often each range of each file was requested.
@@ -48,7 +49,7 @@ class Server(http.server.ThreadingHTTPServer):
     """
 
     daemon_threads = True
-    failures = requests = 0
+    failures = requests = refusals = 0
     status, manner, slow = 503, "at once", 10**6
 
     def __init__(self, folder):
@@ -71,6 +72,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         path = self.server.folder / urllib.parse.unquote(self.path).strip("/")
         if not path.is_file():
             self.send_error(404)
+            return
+        if "Range" not in self.headers and self.server.refusals:
+            self.server.refusals -= 1
+            self.send_error(self.server.status)
             return
         data = path.read_bytes()
         start, stop = 0, len(data)
@@ -135,6 +140,23 @@ def test_a_server_that_fails_is_asked_again(server):
     server.failures = 6
     assert ids(hk.data.parquet(server.url("a.parquet")), epochs=1) == EXPECTED
     assert server.failures == 0
+
+
+def test_a_server_that_fails_to_give_sizes_is_asked_again(server):
+    server.refusals = 2  # fsspec asks in two ways
+    source = hk.data.parquet(server.url("a.parquet"))
+    server.refusals = 2
+    assert ids(source, epochs=1) == EXPECTED
+    server.refusals = 10**6
+    with pytest.raises(hk.DataError, match=r"a\.parquet could not be listed: ConnectionError: .*503"):
+        hk.data.parquet(server.url("a.parquet"))
+
+
+def test_a_server_that_does_not_exist_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(hk.DataError, match=rf"x\.parquet could not be listed: ConnectionError: .*{port}"):
+        hk.data.parquet(f"http://127.0.0.1:{port}/x.parquet")
 
 
 def test_a_server_that_does_not_answer_is_named(server):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
@@ -14,7 +15,9 @@ from hvdkit.data.files.formats import BlockRows, FileLayout
 from hvdkit.data.files.listing import File
 from hvdkit.data.files.records import BLOCK_BYTES, Parse, Parser, as_objects, in_places, rows_of_blocks
 from hvdkit.data.files.storage import OpenFile, opened_as
-from hvdkit.errors import DataError
+from hvdkit.errors import DataError, describe
+
+_processes: list[int] = []  # the first that read
 
 
 class ArrayRecordFormat:
@@ -30,6 +33,7 @@ class ArrayRecordFormat:
         self._locks: defaultdict[File, threading.Lock] = defaultdict(threading.Lock)
 
     def scan(self, file: File) -> FileLayout:
+        _require_first_process()
         with opened_as(file, _reader) as reader:
             return FileLayout(rows_of_blocks(reader.num_records(), file.size), "ArrayRecord", BLOCK_BYTES)
 
@@ -38,6 +42,7 @@ class ArrayRecordFormat:
 
     def load_rows(self, file: File, layout: FileLayout, rows: np.ndarray) -> np.ndarray:
         numbers = rows.tolist()
+        _require_first_process()
         with self._locks[file], opened_as(file, _reader) as reader:
             try:
                 if len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1:
@@ -49,6 +54,15 @@ class ArrayRecordFormat:
 
     def take(self, parts: Sequence[BlockRows], rows: int) -> Any:
         return self._parser(in_places(parts, rows))
+
+
+def _require_first_process() -> None:
+    """Raise RuntimeError in a forked process: the threads of the library exist in its parent only."""
+    _processes.append(os.getpid())
+    del _processes[1:]
+    if os.getpid() not in _processes:
+        got, remedy = "a process forked after it had read", "start processes with the method 'spawn'"
+        raise RuntimeError(describe("array_record", got, "the process that read first", remedy))
 
 
 def _reader(file: OpenFile) -> Any:

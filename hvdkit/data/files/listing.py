@@ -78,15 +78,21 @@ def list_files(paths: Paths, suffixes: Sequence[str] = ()) -> list[File]:
         except Exception as error:
             raise DataError(f"{os.fspath(path)} could not be listed: {shown(error)}") from error
         if not found:
-            remedy = "check the spelling, and that this host sees the files"
-            raise ValueError(
-                describe("paths", os.fspath(path) or "''", "a file, a folder with files or a pattern", remedy)
-            )
+            raise _nothing_found(os.fspath(path), suffixes)
         for file in found:
             if file.url in files:
                 raise ValueError(describe("paths", f"{file.url} twice", "each file once", "list it once"))
             files[file.url] = file
     return [*files.values()]
+
+
+def _nothing_found(path: str, suffixes: Sequence[str]) -> ValueError:
+    others = len([*_files_of(path, ())]) if suffixes and path else 0
+    if others:
+        got, expected = f"{path}, a folder with {others} other files", f"files that end in {' or '.join(suffixes)}"
+        return ValueError(describe("paths", got, expected, "pass a pattern to read them, e.g. 'folder/*'"))
+    remedy = "check the spelling, and that this host sees the files"
+    return ValueError(describe("paths", path or "''", "a file, a folder with files or a pattern", remedy))
 
 
 def names_of(paths: Paths, files: Sequence[File]) -> list[str]:
@@ -217,10 +223,18 @@ def _answer(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
     threading.Thread(target=call, name="hvdkit-request", daemon=True).start()
     while not wait([answer], _CHECK_SECONDS).done:
         require_running()
-    return answer.result()
+    try:
+        return answer.result()
+    except FileNotFoundError as error:
+        # fsspec reports every failure of an HTTP server as a missing file.
+        cause = error.__cause__
+        is_of_server = type(cause).__module__.startswith("aiohttp") and getattr(cause, "status", None) not in (404, 410)
+        if cause is not None and is_of_server:
+            raise ConnectionError(shown(cause)) from error
+        raise
 
 
-def shown(error: Exception) -> str:
+def shown(error: BaseException) -> str:
     """Return the class and the message of an error."""
     return f"{type(error).__name__}: {error}"
 

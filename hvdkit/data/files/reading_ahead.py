@@ -56,8 +56,9 @@ def in_order(function: Callable[[T], U], items: Iterable[T], at_end: Callable[[]
 
     def next_result() -> U:
         if os.getpid() != process:
-            got, remedy = "a process forked within an epoch", "start processes with the method 'spawn'"
-            raise RuntimeError(describe("GlobalBatches", got, "the process that began the epoch", remedy))
+            got, expected = "a process forked within an epoch", "the process that began the epoch"
+            remedy = "start processes with the method 'spawn', and create the data in them"
+            raise RuntimeError(describe("GlobalBatches", got, expected, remedy))
         result = pending[0].result()
         pending.popleft()
         return result
