@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,6 +16,7 @@ from hvdkit.machine.terminal import aligned
 
 if TYPE_CHECKING:
     from hvdkit.data.files.formats import Format
+    from hvdkit.data.files.listing import File
     from hvdkit.data.files.source import FileSource
 
 Kind = Literal["auto", "parquet", "tfrecord", "array_record", "npy", "lines"]
@@ -40,7 +41,7 @@ class InspectFiles:
     paths: Positional[Annotated[tuple[str, ...], arg(metavar="PATHS")]]
     """Files, folders, patterns or URLs."""
     format: Kind = "auto"
-    """Format of the files; auto recognizes it from the first file."""
+    """Format of the files; auto recognizes it from their first bytes."""
     ranks: int = 1
     """Number of ranks that will read the files."""
     json: bool = False
@@ -63,7 +64,7 @@ class IndexFiles:
     paths: Positional[Annotated[tuple[str, ...], arg(metavar="PATHS")]]
     """Files, folders, patterns or URLs."""
     format: Kind = "auto"
-    """Format of the files; auto recognizes it from the first file."""
+    """Format of the files; auto recognizes it from their first bytes."""
 
 
 Data = Annotated[InspectFiles, subcommand("inspect")] | Annotated[IndexFiles, subcommand("index")]
@@ -144,8 +145,7 @@ def _scanned(paths: tuple[str, ...], kind: Kind) -> FileSource:
 
     if not paths:
         raise ValueError(describe("paths", "none", "at least one", "pass e.g. a folder"))
-    files = list_files(paths)
-    file_format = _format_of(files[0].url, kind)
+    file_format = _format_of(_recognized(list_files(paths)) if kind == "auto" else kind)
     files = list_files(paths, file_format.suffixes)
     with byte_progress("reading", sum(file.size for file in files)) as advance:
 
@@ -157,7 +157,7 @@ def _scanned(paths: tuple[str, ...], kind: Kind) -> FileSource:
     return FileSource(paths, file_format)
 
 
-def _format_of(url: str, kind: Kind) -> Format:
+def _format_of(kind: Kind) -> Format:
     from hvdkit.data.files import _needs_extra
 
     with _needs_extra():
@@ -174,18 +174,36 @@ def _format_of(url: str, kind: Kind) -> Format:
         "npy": NpyFormat,
         "lines": LineFormat,
     }
-    if kind == "auto":
-        kind = _recognized(url)
     return formats[kind]()
 
 
-def _recognized(url: str) -> Kind:
+def _recognized(files: Sequence[File]) -> Kind:
+    """Return the format of files, which must be the same for all.
+
+    Raises:
+        ValueError: The files have different formats.
+        DataError: A file cannot be opened.
+    """
+    from hvdkit.data.files.reading_ahead import in_threads
+
+    some = [file for file in files if file.size] or files[:1]
+    kinds = in_threads(_format_of_file, some)
+    for file, kind in zip(some, kinds, strict=True):
+        if kind != kinds[0]:
+            got, expected = f"{kind} in {file.url}", f"{kinds[0]}, as in {some[0].url}"
+            raise ValueError(describe("paths", got, expected, "pass --format, or a pattern for some of the files"))
+    return kinds[0]
+
+
+def _format_of_file(file: File) -> Kind:
     """Return the format of a file, from its first bytes."""
     from hvdkit.data.files.listing import filesystem_of
+    from hvdkit.data.files.storage import naming_errors
     from hvdkit.data.files.tfrecord_format import is_header
 
-    filesystem, name = filesystem_of(url)
-    start = filesystem.cat_file(name, start=0, end=12)
+    filesystem, name = filesystem_of(file.url)
+    with naming_errors(file):
+        start = filesystem.cat_file(name, start=0, end=12)
     if start.startswith(b"PAR1"):
         return "parquet"
     if start.startswith(b"\x93NUMPY"):

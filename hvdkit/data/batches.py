@@ -306,6 +306,7 @@ class GlobalBatches(Iterator[Any]):
             state: ``state`` of this or an earlier run, or the result of ``state_at``.
 
         Raises:
+            TypeError: The state is not a dict.
             ValueError: The state is from a different seed, data set size or batch size, so that its position is
                 meaningless here; or it is not a state.
 
@@ -320,6 +321,8 @@ class GlobalBatches(Iterator[Any]):
             >>> len(list(batches.one_epoch()))  # steps left in epoch 1
             3
         """
+        if not isinstance(state, dict):
+            raise TypeError(describe("state", state, "what GlobalBatches.state returned", "pass it unchanged"))
         other = copy.copy(self)
         if self._files is not None:
             other._take_files(self._files.restored(state))

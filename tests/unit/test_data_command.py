@@ -60,11 +60,21 @@ def test_index_keeps_the_offsets(tmp_path, capsys):
     assert [path.suffix for path in tmp_path.iterdir() if path.name != "a.tsv"] == [".offsets"]
 
 
+def test_files_of_different_formats_are_an_error(folder, capsys):
+    (folder / "README.md").write_text("line\n")
+    (folder / "empty").touch()
+    assert main(["data", "inspect", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert "got lines in" in error and "README.md" in error and "pass --format" in error
+    assert main(["data", "inspect", str(folder), "--format", "parquet"]) == 0
+
+
 def test_errors_are_one_line(tmp_path, capsys):
     (tmp_path / "a.gz").write_bytes(b"\x1f\x8b" + bytes(20))
     for arguments, text in (
         ([str(tmp_path / "missing")], "paths: got"),
         ([str(tmp_path / "a.gz")], "gzip"),
+        (["/proc/self/mem"], "mem cannot be opened"),
         ([], "paths"),
     ):
         assert main(["data", "inspect", *arguments]) == 2

@@ -534,6 +534,8 @@ def test_a_copy_within_an_epoch_is_an_iterator_of_its_own(tmp_path):
     for expected in ([3, 4, 5], [6, 7, 8]):
         assert next(other)["id"].tolist() == next(batches)["id"].tolist() == expected
     assert other.state == batches.state
+    with pytest.raises(TypeError, match=r"^state: got None, expected what GlobalBatches\.state returned"):
+        batches.restore(None)
 
 
 def test_files_with_other_suffixes_are_counted(tmp_path):
