@@ -197,7 +197,7 @@ def _recognized(files: Sequence[File]) -> Kind:
 
 def _format_of_file(file: File) -> Kind:
     """Return the format of a file, from its first bytes."""
-    from hvdkit.data.files.listing import filesystem_of
+    from hvdkit.data.files.filesystems import filesystem_of
     from hvdkit.data.files.storage import naming_errors
     from hvdkit.data.files.tfrecord_format import is_header
 

@@ -19,7 +19,7 @@ from helpers.speed import WAIT
 
 import hvdkit as hk
 from hvdkit.data import GlobalBatches
-from hvdkit.data.files import listing, remote_cache
+from hvdkit.data.files import filesystems, remote_cache
 
 ROWS = 30_000
 
@@ -29,7 +29,7 @@ def cache(tmp_path, monkeypatch):
     """Return the folder of the cache, with small chunks."""
     monkeypatch.setenv("HVDKIT_DATA_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(remote_cache, "_CHUNK", 2**14)
-    monkeypatch.setattr(listing, "LONGEST_WAIT", 0.05)
+    monkeypatch.setattr(filesystems, "LONGEST_WAIT", 0.05)
     monkeypatch.setattr(remote_cache, "_has_warned", False)
     return tmp_path / "cache"
 

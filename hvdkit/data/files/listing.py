@@ -1,4 +1,4 @@
-"""The files that a user's paths stand for, and requests to the servers that have them."""
+"""The files that a user's paths stand for."""
 
 from __future__ import annotations
 
@@ -6,25 +6,17 @@ import contextlib
 import itertools
 import os
 import re
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hvdkit.data.files.program_end import pause, require_running
+from hvdkit.data.files.filesystems import filesystem_of, is_local, retrying, shown
 from hvdkit.errors import DataError, describe
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-T = TypeVar("T")
-_ATTEMPTS = 6
 _WILDCARDS = re.compile(r"[*?[]")
-_TIMEOUT = 60.0
-_CHECK_SECONDS = 0.5  # between two checks whether the program ends
 _LISTING = 10  # times as long: a folder of a store may have a million files
-LONGEST_WAIT = 20
-"""Maximum pause between two attempts to reach a server, in seconds."""
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
@@ -138,21 +130,6 @@ def _files_of(path: str, suffixes: tuple[str, ...]) -> Iterator[File]:
             yield _file(filesystem, each, info)
 
 
-def filesystem_of(url: str) -> tuple[AbstractFileSystem, str]:
-    """Return the file system of a path or URL, and the name in it."""
-    import fsspec
-
-    if "://" not in url:  # fsspec would take "::" in a name for a chain of file systems
-        filesystem = fsspec.filesystem("file")
-        return filesystem, filesystem._strip_protocol(url)
-    return fsspec.core.url_to_fs(url)
-
-
-def is_local(filesystem: AbstractFileSystem) -> bool:
-    """Return True for files that the system's calls can read."""
-    return "file" in filesystem.protocol
-
-
 def require_unchanged(file: File, filesystem: AbstractFileSystem, name: str) -> None:
     """Raise DataError if a file has disappeared, or is not as it was listed."""
     filesystem.invalidate_cache()  # of listings
@@ -177,75 +154,3 @@ def _file(filesystem: AbstractFileSystem, name: str, info: dict[str, Any]) -> Fi
     return File(
         name if is_local(filesystem) else filesystem.unstrip_protocol(name), int(info["size"] or 0), str(version)
     )
-
-
-def retrying(
-    filesystem: AbstractFileSystem, function: Callable[..., T], *arguments: Any, patience: float = 1, **options: Any
-) -> T:
-    """Call a function of a file system. A server is asked several times with growing pauses if it fails.
-
-    Args:
-        patience: How many times ``HVDKIT_DATA_TIMEOUT_SECONDS`` the server has for each answer. A request that takes
-            longer is repeated once. File systems that fsspec does not run with asyncio have no limit.
-    """
-    if is_local(filesystem):
-        return function(*arguments, **options)
-    import tenacity
-
-    seconds = number_setting("HVDKIT_DATA_TIMEOUT_SECONDS", _TIMEOUT) * patience
-    if filesystem.async_impl:
-        options["timeout"] = seconds
-    attempts = tenacity.Retrying(
-        stop=tenacity.stop_after_attempt(_ATTEMPTS) | tenacity.stop_after_delay(2 * seconds),
-        wait=tenacity.wait_random_exponential(0.1, LONGEST_WAIT),
-        sleep=pause,
-        retry=tenacity.retry_if_not_exception_type(
-            (FileNotFoundError, InterruptedError, PermissionError, ValueError, TypeError)
-        ),
-        reraise=True,
-    )
-    try:
-        return attempts(_answer, function, *arguments, **options)
-    except TimeoutError as error:
-        raise TimeoutError(f"no whole answer within {seconds:g} s (HVDKIT_DATA_TIMEOUT_SECONDS)") from error
-
-
-def _answer(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """Call a function in a thread that the end of the program does not wait for: it may be waiting for a server."""
-    answer: Future[T] = Future()
-
-    def call() -> None:
-        try:
-            answer.set_result(function(*arguments, **options))
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=call, name="hvdkit-request", daemon=True).start()
-    while not wait([answer], _CHECK_SECONDS).done:
-        require_running()
-    try:
-        return answer.result()
-    except FileNotFoundError as error:
-        # fsspec reports every failure of an HTTP server as a missing file.
-        cause = error.__cause__
-        is_of_server = type(cause).__module__.startswith("aiohttp") and getattr(cause, "status", None) not in (404, 410)
-        if cause is not None and is_of_server:
-            raise ConnectionError(shown(cause)) from error
-        raise
-
-
-def shown(error: BaseException) -> str:
-    """Return the class and the message of an error."""
-    return f"{type(error).__name__}: {error}"
-
-
-def number_setting(name: str, default: float) -> float:
-    """Return a setting from the environment. Raises ValueError if it is not a number of at least 0."""
-    text = os.environ.get(name)
-    try:
-        value = float(text) if text else default
-    except ValueError:
-        value = -1.0
-    if not value >= 0:
-        raise ValueError(describe(name, text or "", "a number of at least 0", f"e.g. {name}={default:g}"))
-    return value

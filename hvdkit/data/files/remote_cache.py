@@ -20,7 +20,8 @@ import platformdirs
 import xxhash
 
 from hvdkit.cluster.logs import get_logger
-from hvdkit.data.files.listing import File, disappeared, number_setting, require_unchanged, retrying, shown
+from hvdkit.data.files.filesystems import number_setting, retrying, shown
+from hvdkit.data.files.listing import File, disappeared, require_unchanged
 from hvdkit.data.files.program_end import pause
 from hvdkit.errors import DataError
 

@@ -10,8 +10,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from hvdkit.data.files import remote_cache
+from hvdkit.data.files.filesystems import filesystem_of, is_local
 from hvdkit.data.files.kept_open import C, kept_open
-from hvdkit.data.files.listing import File, disappeared, filesystem_of, is_local, require_unchanged
+from hvdkit.data.files.listing import File, disappeared, require_unchanged
 from hvdkit.errors import DataError
 
 _COMPRESSED = {

@@ -1,0 +1,109 @@
+"""File systems, local and remote, and requests to servers that may fail."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hvdkit.data.files.program_end import pause, require_running
+from hvdkit.errors import describe
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+T = TypeVar("T")
+_ATTEMPTS = 6
+_TIMEOUT = 60.0
+_CHECK_SECONDS = 0.5  # between two checks whether the program ends
+LONGEST_WAIT = 20
+"""Maximum pause between two attempts to reach a server, in seconds."""
+
+
+def filesystem_of(url: str) -> tuple[AbstractFileSystem, str]:
+    """Return the file system of a path or URL, and the name in it."""
+    import fsspec
+
+    if "://" not in url:  # fsspec would take "::" in a name for a chain of file systems
+        filesystem = fsspec.filesystem("file")
+        return filesystem, filesystem._strip_protocol(url)
+    return fsspec.core.url_to_fs(url)
+
+
+def is_local(filesystem: AbstractFileSystem) -> bool:
+    """Return True for files that the system's calls can read."""
+    return "file" in filesystem.protocol
+
+
+def retrying(
+    filesystem: AbstractFileSystem, function: Callable[..., T], *arguments: Any, patience: float = 1, **options: Any
+) -> T:
+    """Call a function of a file system. A server is asked several times with growing pauses if it fails.
+
+    Args:
+        patience: How many times ``HVDKIT_DATA_TIMEOUT_SECONDS`` the server has for each answer. A request that takes
+            longer is repeated once. File systems that fsspec does not run with asyncio have no limit.
+    """
+    if is_local(filesystem):
+        return function(*arguments, **options)
+    import tenacity
+
+    seconds = number_setting("HVDKIT_DATA_TIMEOUT_SECONDS", _TIMEOUT) * patience
+    if filesystem.async_impl:
+        options["timeout"] = seconds
+    attempts = tenacity.Retrying(
+        stop=tenacity.stop_after_attempt(_ATTEMPTS) | tenacity.stop_after_delay(2 * seconds),
+        wait=tenacity.wait_random_exponential(0.1, LONGEST_WAIT),
+        sleep=pause,
+        retry=tenacity.retry_if_not_exception_type(
+            (FileNotFoundError, InterruptedError, PermissionError, ValueError, TypeError)
+        ),
+        reraise=True,
+    )
+    try:
+        return attempts(_answer, function, *arguments, **options)
+    except TimeoutError as error:
+        raise TimeoutError(f"no whole answer within {seconds:g} s (HVDKIT_DATA_TIMEOUT_SECONDS)") from error
+
+
+def _answer(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """Call a function in a thread that the end of the program does not wait for: it may be waiting for a server."""
+    answer: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            answer.set_result(function(*arguments, **options))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=call, name="hvdkit-request", daemon=True).start()
+    while not wait([answer], _CHECK_SECONDS).done:
+        require_running()
+    try:
+        return answer.result()
+    except FileNotFoundError as error:
+        # fsspec reports every failure of an HTTP server as a missing file.
+        cause = error.__cause__
+        is_of_server = type(cause).__module__.startswith("aiohttp") and getattr(cause, "status", None) not in (404, 410)
+        if cause is not None and is_of_server:
+            raise ConnectionError(shown(cause)) from error
+        raise
+
+
+def shown(error: BaseException) -> str:
+    """Return the class and the message of an error."""
+    return f"{type(error).__name__}: {error}"
+
+
+def number_setting(name: str, default: float) -> float:
+    """Return a setting from the environment. Raises ValueError if it is not a number of at least 0."""
+    text = os.environ.get(name)
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        value = -1.0
+    if not value >= 0:
+        raise ValueError(describe(name, text or "", "a number of at least 0", f"e.g. {name}={default:g}"))
+    return value
