@@ -66,7 +66,8 @@ class GlobalBatchShares(Shares):
         self.digest = json.dumps(batches.fingerprint(), sort_keys=True, default=str)
         dataset = self._batches.as_shares()
         # Keras's epochs then end after `steps` batches, not where an epoch of the data ends.
-        self._repeats = self._trains and steps is not None and batches.steps_per_epoch is not None
+        data_steps = batches.steps_per_epoch
+        self._repeats = self._trains and data_steps is not None and steps not in (None, data_steps)
         if self._repeats:
             dataset = dataset.repeat()
         super().__init__(TFDatasetAdapter(dataset), data_rank)

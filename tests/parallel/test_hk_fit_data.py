@@ -170,7 +170,7 @@ def test_epochs_are_those_of_the_data_after_initial_epoch_and_a_stop(rng, shared
     same_logs({name: values[1:] for name, values in found.items()}, {n: v[2:] for n, v in expected.items()})
 
 
-@pytest.mark.parametrize("steps", [3, 4, 7])
+@pytest.mark.parametrize("steps", [3, 4, 6, 7])
 def test_steps_per_epoch_goes_on_in_the_data(rng, steps):
     x, y = line(rng, 24)  # 6 batches
     batches = hk.data.GlobalBatches((x, y), 4, shuffle_seed=2)
