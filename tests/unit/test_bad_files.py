@@ -368,13 +368,15 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
     FORMATS["delimited"][1](path)
     cache = cache_of(tmp_path)
     old, new = cache.with_name(f"{cache.name}.0123abcd"), cache.with_name(f"{cache.name}.4567abcd")
-    for left in (old, new):
+    users = tmp_path / "kafka.offsets.parquet"
+    for left in (old, new, users):
         left.write_bytes(b"half")
-    os.utime(old, (0, time.time() - 2 * offsets._ABANDONED))
+    for left in (old, users):
+        os.utime(left, (0, time.time() - 2 * offsets._ABANDONED))
     cache.unlink()
     offsets._sweep.cache_clear()
     assert FORMATS["delimited"][1](path).examples == 100
-    assert cache.exists() and new.exists() and not old.exists()
+    assert cache.exists() and new.exists() and users.exists() and not old.exists()
 
 
 # ---- many files ------------------------------------------------------------------------------------------------------

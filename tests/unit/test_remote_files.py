@@ -339,14 +339,19 @@ def test_a_damaged_chunk_is_read_from_the_server_again(server, cache):
     assert ids(source, epochs=1) == EXPECTED
 
 
-def test_what_killed_processes_left_is_swept(server, cache):
+def test_what_killed_processes_left_is_swept(server, cache, monkeypatch):
     cache.mkdir()
-    old, new = cache / ".chunk.0123", cache / ".chunk.4567"
-    for path in (old, new):
+    old, new = cache / f".{'a' * 32}.01234567", cache / f".{'a' * 32}.89abcdef"
+    users = [cache / ".bashrc", cache / "thesis.tex"]
+    for path in (old, new, *users):
         path.write_bytes(b"half")
-    os.utime(old, (0, time.time() - 2 * remote_cache._ABANDONED))
+    for path in (old, *users):
+        os.utime(path, (0, time.time() - 2 * remote_cache._ABANDONED))
     remote_cache._sweep(cache)
     assert new.exists() and not old.exists()
+    monkeypatch.setenv("HVDKIT_DATA_CACHE_GB", "0")
+    remote_cache._sweep(cache)
+    assert all(path.exists() for path in users)
 
 
 def test_chunks_are_read_once_and_kept_up_to_a_limit(server, cache, monkeypatch):

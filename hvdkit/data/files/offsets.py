@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ _VERSION = 2
 _HEADER_BYTES = _SAMPLE_BYTES = 4096
 _LARGE_CACHE = 2**18  # bytes; each that is mapped keeps a file open
 _ABANDONED = 3600  # seconds after which a temporary file is that of a process that was killed
+_TEMPORARY = re.compile(r"(\..+\.[0-9a-f]{8}|[0-9a-f]{16})\.offsets\.[0-9a-f]{8}")
 Scan = Callable[[OpenFile], np.ndarray]
 
 
@@ -88,7 +90,7 @@ def _write(path: Path, header: dict[str, object], offsets: np.ndarray) -> None:
 @cache
 def _sweep(folder: Path) -> None:
     """Remove what killed processes left in a folder, once."""
-    for path in folder.glob("*.offsets.*"):
+    for path in filter(lambda path: _TEMPORARY.fullmatch(path.name), folder.glob("*.offsets.*")):
         with contextlib.suppress(OSError):
             if path.stat().st_mtime < time.time() - _ABANDONED:
                 path.unlink()

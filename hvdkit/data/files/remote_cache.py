@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 import time
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ from hvdkit.data.files.filesystems import number_setting, retrying, shown
 from hvdkit.data.files.listing import File, disappeared, require_unchanged
 from hvdkit.data.files.program_end import pause
 from hvdkit.errors import DataError
+
+_OWN_FILES = re.compile(r"[0-9a-f]{32}|\.[0-9a-f]{32}\.[0-9a-f]{8}")  # chunks, and those that are being written
 
 _CHUNK = 2**22
 _DEFAULT_GB = 20.0
@@ -142,8 +145,8 @@ def _sweep(cache: Path) -> None:
     found = []
     for path in cache.iterdir():
         with contextlib.suppress(OSError):
-            if not path.is_file():
-                continue
+            if not _OWN_FILES.fullmatch(path.name) or not path.is_file():
+                continue  # the user may have chosen a folder that has other files
             status = path.stat()
             if path.name.startswith(".") and status.st_mtime < time.time() - _ABANDONED:
                 path.unlink()
