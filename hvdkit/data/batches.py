@@ -327,12 +327,13 @@ class GlobalBatches(Iterator[Any]):
         if self._files is not None:
             other._take_files(self._files.restored(state))
         arguments.check_state(state, other._identity())
+        epoch = integer("state['epoch']", state["epoch"], minimum=0)
+        step = integer("state['step']", state["step"], minimum=0)
         if other._files is not None:
             self._take_files(other._files)
         if self._steps_per_epoch is None:
             self._steps_per_epoch = state["steps_per_epoch"]
-        self._epoch = self._epoch_yielded = integer("state['epoch']", state["epoch"], minimum=0)
-        self._step = integer("state['step']", state["step"], minimum=0)
+        self._epoch, self._epoch_yielded, self._step = epoch, epoch, step
         self._count = self._reader = None
         self._restores += 1
 

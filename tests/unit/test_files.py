@@ -25,6 +25,7 @@ from helpers.data_files import (
 
 import hvdkit as hk
 from hvdkit.data import GlobalBatches
+from hvdkit.data.arrays import Concatenated
 from hvdkit.data.files import columns, source, tfrecord_format
 from hvdkit.data.files.listing import list_files
 from hvdkit.data.files.text_format import _from_hex
@@ -545,3 +546,18 @@ def test_files_with_other_suffixes_are_counted(tmp_path):
         hk.data.parquet(tmp_path)
     with pytest.raises(ValueError, match="check the spelling"):
         hk.data.parquet(tmp_path / "missing")
+
+
+def test_a_pattern_finds_names_that_go_on_with_an_underscore_or_a_dot(tmp_path):
+    names = ["train-3.parquet", "train.parquet", "train_2.parquet"]
+    for name in (*names, "_train.parquet"):
+        write_parquet(tmp_path / name.removesuffix(".parquet"), range(3))
+    assert [Path(file.url).name for file in list_files(tmp_path / "train*")] == names
+    assert [Path(file.url).name for file in list_files(tmp_path / "*.parquet")] == names
+    assert [Path(file.url).name for file in list_files(tmp_path / "_tr*")] == ["_train.parquet"]
+
+
+def test_a_mask_is_not_taken_for_indices(tmp_path):
+    rows = Concatenated([np.array([10, 11, 12]), np.array([20, 21, 22])])
+    with pytest.raises(IndexError, match="expected a slice or integers"):
+        rows[np.array([False, False, True, True, False, True])]

@@ -117,8 +117,9 @@ def _files_of(path: str, suffixes: tuple[str, ...]) -> Iterator[File]:
     if root == name and any(info["type"] == "directory" for info in found.values()):
         listed: dict[str, dict[str, Any]] = retrying(filesystem, filesystem.find, name, detail=True, patience=_LISTING)
         found = {each: info for each, info in listed.items() if each.endswith(suffixes or "")}
+    first = 1 if root and not root.endswith("/") else 0  # what follows "train" in "train*" is no name of its own
     for each, info in sorted(found.items()):
-        is_hidden = any(part.startswith(("_", ".")) for part in each.removeprefix(root).split("/"))
+        is_hidden = any(part.startswith(("_", ".")) for part in each.removeprefix(root).split("/")[first:])
         if is_hidden:
             continue
         if info.get("islink") and each != name:

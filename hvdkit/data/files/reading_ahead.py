@@ -51,7 +51,8 @@ def in_order(function: Callable[[T], U], items: Iterable[T], at_end: Callable[[]
     Raises:
         RuntimeError: The process has been forked; threads exist in its parent only.
     """
-    executor, process = ThreadPoolExecutor(threads(), "hvdkit-read"), os.getpid()
+    workers, process = threads(), os.getpid()
+    executor = ThreadPoolExecutor(workers, "hvdkit-read")
     pending: deque[Future[U]] = deque()
 
     def next_result() -> U:
@@ -70,7 +71,7 @@ def in_order(function: Callable[[T], U], items: Iterable[T], at_end: Callable[[]
     try:
         for item in items:
             pending.append(executor.submit(call, item))
-            if len(pending) > threads() * _AHEAD_PER_THREAD:
+            if len(pending) > workers * _AHEAD_PER_THREAD:
                 yield next_result()
         while pending:
             yield next_result()
