@@ -197,13 +197,13 @@ def _recognized(files: Sequence[File]) -> Kind:
 
 def _format_of_file(file: File) -> Kind:
     """Return the format of a file, from its first bytes."""
-    from hvdkit.data.files.filesystems import filesystem_of
+    from hvdkit.data.files.filesystems import filesystem_of, retrying
     from hvdkit.data.files.storage import naming_errors
     from hvdkit.data.files.tfrecord_format import is_header
 
     filesystem, name = filesystem_of(file.url)
     with naming_errors(file):
-        start = filesystem.cat_file(name, start=0, end=12)
+        start = retrying(filesystem, filesystem.cat_file, name, start=0, end=12)
     if start.startswith(b"PAR1"):
         return "parquet"
     if start.startswith(b"\x93NUMPY"):

@@ -54,12 +54,10 @@ class Concatenated:
     def __getitem__(self, key: np.ndarray | slice) -> np.ndarray:
         """Return the rows of a slice or of an integer array ``[m]`` as a new array ``[m, ...]``."""
         indices = np.arange(*key.indices(len(self))) if isinstance(key, slice) else np.asarray(key)
-        is_integer = indices.dtype.kind in "iu" or not indices.size
-        if (
-            indices.ndim != 1
-            or not is_integer
-            or (indices.size and not 0 <= indices.min() <= indices.max() < len(self))
-        ):
+        is_valid = indices.ndim == 1
+        if is_valid and indices.size:
+            is_valid = indices.dtype.kind in "iu" and 0 <= indices.min() <= indices.max() < len(self)
+        if not is_valid:
             expected = f"a slice or integers [m] from 0 to {len(self) - 1}"
             raise IndexError(describe("index", key, expected, "pass np.array([i]) for a row"))
         rows = np.empty((len(indices), *self.shape[1:]), self.dtype)

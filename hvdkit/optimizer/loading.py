@@ -11,6 +11,7 @@ from typing import Any
 
 import h5py
 import keras
+import numpy as np
 
 from hvdkit import cluster
 from hvdkit.cluster.agreement import gather
@@ -113,16 +114,16 @@ def _load(path: Path, custom_objects: Any, compiles: bool, safe_mode: bool, opti
 
 def _was_trained(path: Path) -> bool:
     """Return whether the optimizer in a ``.keras`` file, or one that it contains, has made a step."""
-    iterations: list[int] = []
+    has_made_steps: list[bool] = []
 
     def visit(name: str, item: Any) -> None:
-        if name.endswith("vars/0"):
-            iterations.append(int(item[()]))
+        if name.endswith("vars/0"):  # the number of steps
+            has_made_steps.append(bool(np.any(item[()])))
 
     with zipfile.ZipFile(path) as archive, archive.open("model.weights.h5") as weights, h5py.File(weights) as file:
         if "optimizer" in file:
             file["optimizer"].visititems(visit)
-    return any(iterations)
+    return any(has_made_steps)
 
 
 def _load_state(model: Any, path: Path) -> None:

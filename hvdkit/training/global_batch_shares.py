@@ -64,11 +64,9 @@ class GlobalBatchShares(Shares):
             self._check_position(batches, argument)
         self._class_weight, self._argument = class_weight, argument
         self.digest = json.dumps(batches.fingerprint(), sort_keys=True, default=str)
-        dataset = self._batches.as_shares()
-        # Keras's epochs then end after `steps` batches, not where an epoch of the data ends.
-        data_steps = batches.steps_per_epoch
+        dataset, data_steps = self._batches.as_shares(), batches.steps_per_epoch
         self._repeats = self._trains and data_steps is not None and steps not in (None, data_steps)
-        if self._repeats:
+        if self._repeats:  # Keras's epochs end after `steps` batches, not where an epoch of the data ends
             dataset = dataset.repeat()
         super().__init__(TFDatasetAdapter(dataset), data_rank)
 

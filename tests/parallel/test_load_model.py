@@ -36,6 +36,16 @@ def values(model):
     return [np.asarray(v) for v in [*model.weights, *model.optimizer.variables]]
 
 
+def saved_and_loaded(model, path):
+    """Save the chief's model, and return it as every rank loads it."""
+    if hk.is_chief():
+        model.save(path)
+    hk.barrier()
+    loaded = hk.load_model(path)
+    assert isinstance(loaded.optimizer, DistributedMixin)
+    return loaded
+
+
 def share(rank, size):
     """Return this rank's rows of each batch of 8 over all ranks; rows left over by the division are dropped."""
     rows = np.arange(24).reshape(3, 8)
@@ -51,12 +61,7 @@ def test_training_goes_on_as_if_never_saved(saved_by, rank, size, shared_path):
         "accumulating": lambda: opts.Adam(0.01, gradient_accumulation_steps=2),
     }.get(saved_by, lambda: opts.Adam(0.01))
     model = fit(model_of(hk.DistributedOptimizer(make()) if saved_by == "distributed" else make()))
-    path = shared_path / "model.keras"
-    if hk.is_chief():
-        model.save(path)
-    hk.barrier()
-    loaded = hk.load_model(path)
-    assert isinstance(loaded.optimizer, DistributedMixin)
+    loaded = saved_and_loaded(model, shared_path / "model.keras")
     for got, want in zip(values(loaded), values(model), strict=True):
         np.testing.assert_array_equal(got, want)
     fit(model)
@@ -90,12 +95,7 @@ def test_what_was_not_compiled_stays_so(tmp_path):
 def test_a_model_that_was_never_trained_can_be_loaded(scaled, rank, size, shared_path):
     optimizer = opts.LossScaleOptimizer(opts.Adam(0.01)) if scaled else opts.Adam(0.01)
     model = model_of(optimizer)
-    path = shared_path / "model.keras"
-    if hk.is_chief():
-        model.save(path)
-    hk.barrier()
-    loaded = hk.load_model(path)
-    assert isinstance(loaded.optimizer, DistributedMixin)
+    loaded = saved_and_loaded(model, shared_path / "model.keras")
     fit(model)
     fit(loaded)
     for got, want in zip(values(loaded), values(model), strict=True):

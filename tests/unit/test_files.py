@@ -527,7 +527,7 @@ def test_offsets_of_long_and_short_records(tmp_path):
     ]
 
 
-def test_a_copy_within_an_epoch_is_an_iterator_of_its_own(tmp_path):
+def test_a_copy_within_an_epoch_is_independent(tmp_path):
     write_parquet(tmp_path / "a", range(30))
     batches = hk.data.GlobalBatches(hk.data.parquet(tmp_path, ["id"]), 3, rank=0, size=1)
     next(batches)

@@ -17,7 +17,7 @@ from hvdkit.data.files.records import BLOCK_BYTES, Parse, Parser, as_objects, in
 from hvdkit.data.files.storage import OpenFile, opened_as
 from hvdkit.errors import DataError, describe
 
-_processes: list[int] = []  # the first that read
+_first_process: int | None = None  # the one that first read a file
 
 
 class ArrayRecordFormat:
@@ -58,9 +58,9 @@ class ArrayRecordFormat:
 
 def _require_first_process() -> None:
     """Raise RuntimeError in a forked process: the threads of the library exist in its parent only."""
-    _processes.append(os.getpid())
-    del _processes[1:]
-    if os.getpid() not in _processes:
+    global _first_process
+    _first_process = _first_process or os.getpid()
+    if os.getpid() != _first_process:
         got, remedy = "a process forked after it had read", "start processes with the method 'spawn'"
         raise RuntimeError(describe("array_record", got, "the process that read first", remedy))
 

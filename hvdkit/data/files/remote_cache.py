@@ -27,7 +27,6 @@ from hvdkit.data.files.program_end import pause
 from hvdkit.errors import DataError
 
 _OWN_FILES = re.compile(r"[0-9a-f]{32}|\.[0-9a-f]{32}\.[0-9a-f]{8}")  # chunks, and those that are being written
-
 _CHUNK = 2**22
 _DEFAULT_GB = 20.0
 # After so many chunks written by this process, old ones are looked for. The limit may be exceeded by as many per rank.
