@@ -47,7 +47,8 @@ class Recorder:
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         outcome = outcome_of(self._reports)
         details = [report_text(r) for r in self._reports if r.failed or (r.skipped and outcome == "skipped")]
-        self._write(test=nodeid, outcome=outcome, detail="\n".join(details))
+        seconds = round(sum(report.duration for report in self._reports), 2)
+        self._write(test=nodeid, outcome=outcome, detail="\n".join(details), seconds=seconds)
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         self._write(ended=int(exitstatus))

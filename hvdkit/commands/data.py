@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 from tyro.conf import Positional, arg, subcommand
 
 from hvdkit.commands.progress_bar import byte_progress
-from hvdkit.errors import describe
+from hvdkit.errors import describe, integer
 from hvdkit.machine.terminal import aligned
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["auto", "parquet", "tfrecord", "array_record", "npy", "lines"]
 _BLOCKS_PER_RANK = 10  # a rank reads at most one block more than its part: 10 %
+_WITH_INDEX = "parquet", "array_record", "npy"
 _LARGE_BLOCK = 128 * 2**20  # bytes
 
 
@@ -52,8 +53,9 @@ class InspectFiles:
 class IndexFiles:
     """Find the offsets of records or lines, and keep them next to the data or in the user's cache.
 
-    Programs do this when they open the files; this command does it before a job starts. Exit code: 0; 2 if a file
-    cannot be read.
+    Programs do this when they open the files; this command does it before a job starts. Parquet, ArrayRecord and .npy
+    have an index of their own. With on_error="skip", a program also looks for damaged records, when it first opens the
+    files. Exit code: 0; 2 if a file cannot be read.
 
     For example:
         hvdkit data index 'images/train-*'
@@ -100,11 +102,14 @@ class Report:
 
 def data(config: InspectFiles | IndexFiles) -> int:
     """Run ``hvdkit data ...``, print on stdout, and return the exit code."""
+    ranks = integer("--ranks", config.ranks, minimum=1) if isinstance(config, InspectFiles) else 1
     source = _scanned(config.paths, config.format)
     if isinstance(config, IndexFiles):
         print(source)
+        if source.format_name in _WITH_INDEX:
+            print(f"nothing to keep: {source.format_name} files have an index of their own")
         return 0
-    report = examine(source, config.ranks)
+    report = examine(source, ranks)
     print(json.dumps(asdict(report), indent=2) if config.json else report)
     return 1 if report.remedies else 0
 
@@ -118,9 +123,12 @@ def examine(source: FileSource, ranks: int) -> Report:
     fed = max(1, len(block_rows) // _BLOCKS_PER_RANK)
     remedies = []
     if fed < ranks:
-        rows = max(1, source.examples // (ranks * _BLOCKS_PER_RANK))
-        remedies.append(f"too few blocks for {ranks} ranks: write blocks (row groups) of at most {rows:,} rows")
-    if largest > _LARGE_BLOCK:
+        remedy = "pass shuffle='full', which reads single rows"
+        if not source.reads_rows:
+            rows = max(1, source.examples // (ranks * _BLOCKS_PER_RANK))
+            remedy = f"write row groups of at most {rows:,} rows"
+        remedies.append(f"too few blocks for {ranks} ranks: {remedy}")
+    if not source.reads_rows and largest > _LARGE_BLOCK:
         fitting = max(1, int(block_rows.max() * _LARGE_BLOCK / largest))
         remedies.append(f"blocks of {decimal(largest)}: each rank holds several; write row groups of {fitting:,} rows")
     return Report(
@@ -138,29 +146,22 @@ def examine(source: FileSource, ranks: int) -> Report:
 
 
 def _scanned(paths: tuple[str, ...], kind: Kind) -> FileSource:
-    """Return a source, after scanning each file with a progress bar."""
+    """Return a source; scanning its files has a progress bar."""
     from hvdkit.data.files.listing import list_files
-    from hvdkit.data.files.reading_ahead import in_threads
     from hvdkit.data.files.source import FileSource
 
     if not paths:
         raise ValueError(describe("paths", "none", "at least one", "pass e.g. a folder"))
     file_format = _format_of(_recognized(list_files(paths)) if kind == "auto" else kind)
-    files = list_files(paths, file_format.suffixes)
-    with byte_progress("reading", sum(file.size for file in files)) as advance:
-
-        def scan(file: Any) -> None:
-            file_format.scan(file)
-            advance(file.size)
-
-        in_threads(scan, files)
-    return FileSource(paths, file_format)
+    size = sum(file.size for file in list_files(paths, file_format.suffixes))
+    with byte_progress("reading", size) as advance:
+        return FileSource(paths, file_format, on_scanned=lambda file: advance(file.size))
 
 
 def _format_of(kind: Kind) -> Format:
-    from hvdkit.data.files import _needs_extra
+    from hvdkit.data.files import needs_extra
 
-    with _needs_extra():
+    with needs_extra():
         from hvdkit.data.files.array_record_format import ArrayRecordFormat
         from hvdkit.data.files.npy_format import NpyFormat
         from hvdkit.data.files.parquet_format import ParquetFormat

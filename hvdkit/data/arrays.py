@@ -24,6 +24,7 @@ class Concatenated:
         parts: Arrays ``[n_i, ...]`` with the same dtype, and the same shape except along the first axis.
 
     Raises:
+        TypeError: A part is a masked array with masked values.
         ValueError: ``parts`` is empty, or the shapes or dtypes differ.
 
     Examples:
@@ -43,6 +44,8 @@ class Concatenated:
             got = f"{len(kinds)} kinds: {sorted(map(str, kinds))}"
             remedy = "convert the parts to the same shape and dtype"
             raise ValueError(describe("parts", got, "one shape and one dtype", remedy))
+        for i, part in enumerate(parts):
+            _require_no_mask(f"parts[{i}]", part)
         self._parts = list(parts)
         self._starts = np.cumsum([0, *(len(part) for part in parts)])
         self.shape = (int(self._starts[-1]), *parts[0].shape[1:])
@@ -152,6 +155,7 @@ class _Column:
         elif hasattr(array, "to_numpy"):  # a pandas Series or DataFrame: its [] takes labels, not rows
             array = array.to_numpy()
         elif isinstance(array, np.ndarray):
+            _require_no_mask(name, array)
             array = np.asarray(array)  # a memmap becomes a plain view of the same pages
         self._array = array
         self._is_numpy = isinstance(array, np.ndarray)
@@ -187,6 +191,12 @@ class _Column:
         if self._is_h5py and last - first + 1 == len(unique):
             return np.asarray(self._array[first : last + 1])[inverse]  # one read instead of one per row
         return np.asarray(self._array[unique])[inverse]
+
+
+def _require_no_mask(name: str, array: Any) -> None:
+    if np.ma.is_masked(array):
+        remedy = "pass .filled(value), and a weight of 0 for rows that should not count"
+        raise TypeError(describe(name, "a masked array with masked values", "an array without", remedy))
 
 
 def _length(name: str, array: Any) -> int:

@@ -327,15 +327,13 @@ class GlobalBatches(Iterator[Any]):
         if self._files is not None:
             other._take_files(self._files.restored(state))
         arguments.check_state(state, other._identity())
-        epoch = integer("state['epoch']", state["epoch"], minimum=0)
-        step = integer("state['step']", state["step"], minimum=0)
+        if other._steps_per_epoch is None and state["steps_per_epoch"] is not None:  # a stream, read before
+            other._steps_per_epoch = integer("state['steps_per_epoch']", state["steps_per_epoch"], minimum=1)
+        place = other._checked_place("state['epoch']", state["epoch"], "state['step']", state["step"])
         if other._files is not None:
             self._take_files(other._files)
-        if self._steps_per_epoch is None:
-            self._steps_per_epoch = state["steps_per_epoch"]
-        self._epoch, self._epoch_yielded, self._step = epoch, epoch, step
-        self._count = self._reader = None
-        self._restores += 1
+        self._steps_per_epoch = other._steps_per_epoch
+        self._continue_at(*place)
 
     def add_new_files(self, epoch: int | None = None) -> list[str]:
         """Look for files that were added since the last call, and read them from the next epoch on, or as ``epoch``.
@@ -350,7 +348,8 @@ class GlobalBatches(Iterator[Any]):
 
         Returns:
             The names of the new files. An empty list if nothing changes: no file is new, or, with
-                ``growth="replace"``, the new files have too few rows for a batch.
+                ``growth="replace"``, the new files have too few rows for a batch. Files whose first epoch has not been
+                read yet are not replaced: that epoch reads them and the new ones.
 
         Raises:
             TypeError: The data are not files with ``growth=``.
@@ -430,7 +429,7 @@ class GlobalBatches(Iterator[Any]):
         It has ``steps_per_epoch`` elements (for a stream of unknown length, as many as the epoch has), and each pass
         continues with the next ones, so ``fit(dataset, epochs=3)`` needs no other argument. It prefetches
         independently, without advancing this iterator. Save ``state_at(steps done)``. After ``restore`` the next
-        pass starts there.
+        pass starts there. After ``add_new_files``, call this again: an epoch has another number of steps then.
 
         ``sample_weight`` has the rank of the labels, ``[rows, 1, ...]``, to be multiplied with losses of any shape. For
         data ``(x, y, w)`` it is multiplied by w. Data without labels (an array, a dict, ``(x,)``) are yielded without
@@ -535,6 +534,10 @@ class GlobalBatches(Iterator[Any]):
         Returns:
             An iterator that shares the data with this one, which is not advanced.
 
+        Raises:
+            TypeError: An argument is not an integer.
+            ValueError: The epoch does not read the present files, or has fewer steps.
+
         Examples:
             >>> import numpy as np
             >>> import hvdkit as hk
@@ -553,6 +556,10 @@ class GlobalBatches(Iterator[Any]):
             epoch: the epoch, from 0.
             step: the step in the epoch, from 0.
 
+        Raises:
+            TypeError: One of them is not an integer.
+            ValueError: The epoch does not read the present files, or has fewer steps.
+
         Examples:
             >>> import numpy as np
             >>> import hvdkit as hk
@@ -561,9 +568,25 @@ class GlobalBatches(Iterator[Any]):
             >>> next(batches).tolist()
             [4, 5]
         """
-        self.restore({"epoch": epoch, "step": step, **self._identity()})
+        self._continue_at(*self._checked_place("epoch", epoch, "step", step))
 
     # ---- inside -----------------------------------------------------------------------------------------------
+
+    def _checked_place(self, epoch_name: str, epoch: Any, step_name: str, step: Any) -> tuple[int, int]:
+        """Return an epoch and a step of it, after checking that they exist; the names are for the errors."""
+        epoch, step = integer(epoch_name, epoch, minimum=0), integer(step_name, step, minimum=0)
+        if epoch < self._first[0]:
+            remedy = "earlier epochs read other files: pass a later epoch, or restore a state of that epoch"
+            raise ValueError(describe(epoch_name, epoch, f"at least {self._first[0]}", remedy))
+        if self._steps_per_epoch is not None and step > self._steps_per_epoch:
+            remedy = "count steps from the start of the epoch"
+            raise ValueError(describe(step_name, step, f"at most {self._steps_per_epoch}, those of an epoch", remedy))
+        return epoch, step
+
+    def _continue_at(self, epoch: int, step: int) -> None:
+        self._epoch, self._epoch_yielded, self._step = epoch, epoch, step
+        self._count = self._reader = None
+        self._restores += 1
 
     def _take_files(self, files: GrowingFiles) -> None:
         if files.source is not self._source:
@@ -636,16 +659,21 @@ class GlobalBatches(Iterator[Any]):
     def _as_dataset(self, batches: GlobalBatches, convert: _Convert, spec: Any, at_once: int) -> Any:
         """Return ``batches`` from this iterator's position on, each mapped by ``convert``, as a dataset for Keras."""
         is_endless = self._steps_per_epoch is not None
+        source = self._source
+
+        def position() -> tuple[int, int, int]:
+            if self._source is not source:
+                remedy = "call as_keras() again, after restore() and add_new_files()"
+                raise ValueError(describe("dataset", "files that have changed since it was made", "the same", remedy))
+            return self._restores, self._epoch, self._step
+
         return keras_dataset(
             lambda epoch, step: batches._batches_from(epoch, step, at_once, convert, is_endless),
-            self._position,
+            position,
             self._steps_per_epoch,
             spec,
             at_once=at_once,
         )
-
-    def _position(self) -> tuple[int, int, int]:
-        return self._restores, self._epoch, self._step
 
     def _batches_from(
         self, epoch: int, step: int, max_batches: int, convert: _Convert, is_endless: bool

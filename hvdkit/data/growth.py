@@ -9,9 +9,10 @@ from typing import Any, Literal
 from hvdkit import cluster
 from hvdkit.cluster import agreement
 from hvdkit.data.files.source import FileSource
-from hvdkit.errors import DataError, describe
+from hvdkit.errors import DataError, describe, integer
 
 Growth = Literal["append", "replace"]
+_FIRST = "first_epoch", "first_step"
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,14 @@ class GrowingFiles:
         """Return the files of a saved state. Other files that are listed count as new.
 
         Raises:
+            TypeError: The state's names are not strings, or its numbers are not integers.
             ValueError: The state has no files, or some of them are missing now.
         """
         if missing := set(self.state) - set(state):
             got, remedy = f"no {sorted(missing)}", "pass growth= to both runs, or to neither"
             raise ValueError(describe("state", got, "the state of files that grow", remedy))
-        names, earlier = list(state["file_names"]), tuple(state["earlier_files"])
+        names, earlier = list(_names(state, "file_names")), tuple(_names(state, "earlier_files"))
+        first_epoch, first_step = (integer(f"state[{key!r}]", state[key], minimum=0) for key in _FIRST)
         source = self.source
         if names != source.names:
             if missing := set(names) - set(self.listed.names):
@@ -67,9 +70,7 @@ class GrowingFiles:
                 got = _some(sorted(missing))
                 raise ValueError(describe("state['file_names']", got, "files that are listed now", remedy))
             source = self.listed.selected(names)
-        return replace(
-            self, source=source, earlier=earlier, first_epoch=state["first_epoch"], first_step=state["first_step"]
-        )
+        return replace(self, source=source, earlier=earlier, first_epoch=first_epoch, first_step=first_step)
 
     def grown(self, epoch: int, step: int, min_rows: int) -> GrowingFiles | None:
         """Look for new files; all ranks must call this.
@@ -95,7 +96,7 @@ class GrowingFiles:
         new = [name for name in listed.names if name not in known]
         if not new:
             return None
-        if self.growth == "replace":
+        if self.growth == "replace" and epoch > self.first_epoch:
             if sum(listed.rows_of(name) for name in new) < min_rows:
                 return None
             names, earlier = new, (*self.earlier, *self.source.names)
@@ -104,6 +105,13 @@ class GrowingFiles:
             if changed := [name for name in self.source.names if not self.source.is_same(listed, name)]:
                 raise DataError(f"{_some(changed)} changed or disappeared since the epoch that read them began")
         return GrowingFiles(self.growth, listed, listed.selected(names), earlier, epoch, step)
+
+
+def _names(state: dict[str, Any], key: str) -> Sequence[str]:
+    names = state[key]
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise TypeError(describe(f"state[{key!r}]", names, "a list of names", "pass the state unchanged"))
+    return names
 
 
 def _some(names: Sequence[str]) -> str:

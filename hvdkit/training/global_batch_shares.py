@@ -71,7 +71,9 @@ class GlobalBatchShares(Shares):
         super().__init__(TFDatasetAdapter(dataset), data_rank)
 
     def _start(self, batches: GlobalBatches, epoch: int) -> tuple[int, int]:
-        """Return the epoch and step of the data at which a Keras epoch begins."""
+        """Return the epoch and step of the data at which a Keras epoch begins, or evaluation."""
+        if not self._trains:
+            return batches._first[0], 0
         data_steps = batches.steps_per_epoch
         if self._steps is None:
             return epoch, 0
@@ -155,7 +157,7 @@ class GlobalBatchShares(Shares):
     def on_epoch_begin(self) -> None:
         """Restart at the first epoch of the data, except when training."""
         if not self._trains:
-            self._batches.move_to(0, 0)
+            self._batches.move_to(*self._start(self._batches, 0))
 
     @property
     def may_be_empty(self) -> bool:

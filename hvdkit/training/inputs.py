@@ -20,6 +20,8 @@ from tensorflow.python.eager import context
 from hvdkit import cluster
 from hvdkit.cluster.agreement import compare, gather
 from hvdkit.data import GlobalBatches
+from hvdkit.data.files.source import FileSource
+from hvdkit.data.mixtures import Mixture
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.training.array_shares import ArrayShares
 from hvdkit.training.global_batch_shares import GlobalBatchShares
@@ -58,6 +60,9 @@ class FitData:
         """
         if isinstance(self.x, GlobalBatches):
             return self._global_batch_shares(self.x)
+        if isinstance(self.x, FileSource | Mixture):
+            remedy = "pass hk.data.GlobalBatches(source, global_batch_size)"
+            raise TypeError(describe(self.argument, self.x, "batches of it", remedy))
         inner = data_adapters.get_data_adapter(
             x=self.x,
             y=self.y,

@@ -264,6 +264,15 @@ def test_what_is_wrong_with_global_batches_is_an_error_on_every_rank(rng):
 
 
 @pytest.mark.contract
+def test_files_without_global_batches_are_an_error_with_the_remedy(shared_path):
+    if hk.is_chief():
+        np.save(shared_path / "a.npy", np.zeros((8, 3), np.float32))
+    hk.barrier()
+    rows = hk.data.npy(shared_path).map(lambda x: (x, x[:, :1]))
+    with pytest.raises(TypeError, match=r"^x: got hk\.data\.npy\(1 files.*; pass hk\.data\.GlobalBatches\(source"):
+        hk.fit(dense()(), rows, verbose=0)
+
+
 def test_pandas_of_several_dtypes(rng):
     pandas = pytest.importorskip("pandas")
     x, y = line(rng, 23)

@@ -290,7 +290,7 @@ def test_an_array_that_is_cut_under_the_run_is_named(tmp_path, array, seed):
     batches = GlobalBatches(hk.data.npy(tmp_path), 64, shuffle_seed=seed, rank=0, size=1)
     next(batches)
     os.truncate(tmp_path / "a.npy", 5000)  # reading a map beyond the end would be a SIGBUS
-    with pytest.raises(hk.DataError, match=r"a\.npy (ends at byte|has changed)"):
+    with pytest.raises(hk.DataError, match=r"a\.npy (ends at byte|has changed|is not a whole)"):
         for _ in batches:
             pass
 

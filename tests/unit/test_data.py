@@ -358,3 +358,25 @@ def test_fingerprint_tells_data_apart():
     assert all(variant != fingerprint(base) for variant in variants)
     ranked = [GlobalBatches(base, 6, rank=r, size=3).fingerprint() for r in range(3)]
     assert ranked[0] == ranked[1] == ranked[2]
+
+
+def test_places_that_do_not_exist_are_refused():
+    it = GlobalBatches(np.arange(6), 2, rank=0, size=1)
+
+    def restore(epoch, step):
+        it.restore({**it.state, "epoch": epoch, "step": step})
+
+    for change, place in (((0, 4), "step"), ((-1, 0), "epoch"), ((0, 0.5), "step"), (("1", 0), "epoch")):
+        for move in (it.move_to, it.copy_at, restore):
+            with pytest.raises((ValueError, TypeError), match=rf"(state\[')?{place}('\])?: got"):
+                move(*change)
+    it.move_to(0, 3)
+    assert next(it).tolist() == [0, 1] and it.epoch == 1
+
+
+def test_masked_values_are_refused():
+    masked = np.ma.masked_array(np.arange(4), [False, True, False, False])
+    for make in (lambda: GlobalBatches({"x": masked}, 2, rank=0, size=1), lambda: Concatenated([masked])):
+        with pytest.raises(TypeError, match=r"got a masked array with masked values.*\.filled\(value\)"):
+            make()
+    assert next(GlobalBatches(np.ma.masked_array(np.arange(4)), 2, rank=0, size=1)).tolist() == [0, 1]

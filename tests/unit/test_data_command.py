@@ -9,7 +9,10 @@ import pytest
 import tensorflow as tf
 from array_record.python.array_record_module import ArrayRecordWriter
 
+import hvdkit as hk
 from hvdkit.commands.cli import main
+from hvdkit.data.files import offsets
+from hvdkit.data.files.text_format import LineFormat
 
 
 @pytest.fixture
@@ -28,7 +31,7 @@ def test_inspect_says_what_the_files_have(folder, capsys):
     assert main(["data", "inspect", str(folder), "--ranks", "4", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert (report["rows"], report["blocks"], report["ranks"]) == (30_000, 30, 3)
-    assert report["remedies"] == ["too few blocks for 4 ranks: write blocks (row groups) of at most 750 rows"]
+    assert report["remedies"] == ["too few blocks for 4 ranks: write row groups of at most 750 rows"]
 
 
 def test_formats_are_recognized(tmp_path, capsys):
@@ -60,6 +63,43 @@ def test_index_keeps_the_offsets(tmp_path, capsys):
     assert [path.suffix for path in tmp_path.iterdir() if path.name != "a.tsv"] == [".offsets"]
 
 
+def test_the_index_serves_programs_with_other_options(tmp_path, capsys, monkeypatch):
+    (tmp_path / "a.tsv").write_text("first\tsecond\n" + "1\t2\n" * 1000)
+    assert main(["data", "index", str(tmp_path / "a.tsv")]) == 0
+
+    def refuse(*arguments):
+        raise AssertionError("the lines are looked for again")
+
+    monkeypatch.setattr(LineFormat, "find_offsets", refuse)
+    source = hk.data.delimited(tmp_path, {"a": "int64", "b": "int64"}, delimiter="\t", header_lines=1)
+    assert source.examples == 1000
+    batch = next(hk.data.GlobalBatches(source, 1000, rank=0, size=1))
+    assert batch["a"].tolist() == [1] * 1000
+
+
+def test_an_index_that_cannot_be_kept_is_reported(tmp_path, capsys, monkeypatch, caplog):
+    (tmp_path / "a.tsv").write_text("1\t2\n" * 1000)
+    (tmp_path / "file").touch()
+    folders = lambda file, kind: [tmp_path / "file" / "offsets"]  # noqa: E731
+    monkeypatch.setattr(offsets, "_cache_paths", folders)
+    offsets._warn.cache_clear()
+    assert main(["data", "index", str(tmp_path / "a.tsv")]) == 0
+    assert "cannot keep the offsets" in caplog.text or "cannot keep the offsets" in capsys.readouterr().err
+
+
+def test_index_says_when_there_is_nothing_to_keep(folder, capsys):
+    assert main(["data", "index", str(folder)]) == 0
+    assert "nothing to keep: parquet files have an index of their own" in capsys.readouterr().out
+    assert all(path.suffix == ".parquet" for path in folder.iterdir())
+
+
+def test_too_few_blocks_of_records_have_another_remedy(tmp_path, capsys):
+    (tmp_path / "a.tsv").write_text("1\t2\n" * 1000)
+    assert main(["data", "inspect", str(tmp_path), "--ranks", "4", "--json"]) == 1
+    (remedy,) = json.loads(capsys.readouterr().out)["remedies"]
+    assert remedy == "too few blocks for 4 ranks: pass shuffle='full', which reads single rows"
+
+
 def test_files_of_different_formats_are_an_error(folder, capsys):
     (folder / "README.md").write_text("line\n")
     (folder / "empty").touch()
@@ -76,6 +116,8 @@ def test_errors_are_one_line(tmp_path, capsys):
         ([str(tmp_path / "a.gz")], "gzip"),
         (["/proc/self/mem"], "mem cannot be opened"),
         ([], "paths"),
+        (["s4://bucket/a"], "got s4://bucket/a, expected a protocol of fsspec"),
+        ([str(tmp_path), "--ranks", "0"], "--ranks: got 0, expected an integer of at least 1"),
     ):
         assert main(["data", "inspect", *arguments]) == 2
         error = capsys.readouterr().err

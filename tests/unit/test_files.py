@@ -561,3 +561,15 @@ def test_a_mask_is_not_taken_for_indices(tmp_path):
     rows = Concatenated([np.array([10, 11, 12]), np.array([20, 21, 22])])
     with pytest.raises(IndexError, match="expected a slice or integers"):
         rows[np.array([False, False, True, True, False, True])]
+
+
+def test_the_size_of_row_groups_is_that_in_memory(tmp_path):
+    rows = 50_000
+    table = pa.table({"text": ["x" * 1000] * rows, "zero": np.zeros(rows, np.int64), "list": [[1.0, 2.0]] * rows})
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert (tmp_path / "a.parquet").stat().st_size < 50_000
+    (layout,) = hk.data.parquet(tmp_path).layouts
+    assert 1000 * rows < layout.largest_block < 1100 * rows
+    for name, size in (("zero", 8), ("list", 16)):
+        (layout,) = hk.data.parquet(tmp_path, [name]).layouts
+        assert layout.largest_block == size * rows

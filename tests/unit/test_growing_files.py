@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import hvdkit as hk
 
@@ -139,3 +140,48 @@ def test_names_of_files_are_relative_to_the_paths(tmp_path):
         assert hk.data.npy(paths).names == names
     assert hk.data.npy(tmp_path / "day=1" / "*.npy").names == ["a.npy"]
     assert hk.data.npy([tmp_path / "day=1", tmp_path / "day=2/a.npy"]).names == names
+
+
+def test_files_that_were_not_read_yet_are_not_replaced(tmp_path):
+    add(tmp_path, "0.npy", 8)
+    batches = opened(tmp_path, growth="replace")
+    add(tmp_path, "1.npy", 8, 12)
+    assert batches.add_new_files() == ["1.npy"] and ids_of(batches) == [*range(12)]
+    add(tmp_path, "2.npy", 12, 20)
+    batches.add_new_files()
+    state = batches.state  # saved before the epoch is read
+    add(tmp_path, "3.npy", 20, 24)
+    continued = opened(tmp_path, growth="replace")
+    continued.restore(state)
+    assert continued.add_new_files() == ["3.npy"] and ids_of(continued) == [*range(12, 24)]
+    assert continued.add_new_files() == []
+
+
+def test_a_keras_data_set_must_be_made_again_for_new_files(tmp_path):
+    np.save(tmp_path / "0.npy", np.arange(8))
+    batches = opened(tmp_path, growth="append")
+    dataset = batches.as_keras()
+    assert len([*dataset]) == 2
+    ids_of(batches)
+    add(tmp_path, "1.npy", 8, 16)
+    batches.add_new_files()
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"files that have changed since.*call as_keras"):
+        next(iter(dataset))
+    assert len([*batches.as_keras()]) == 4
+
+
+def test_a_state_of_wrong_types_is_an_error(tmp_path):
+    add(tmp_path, "0.npy", 8)
+    batches = opened(tmp_path, growth="append")
+    state = batches.state
+    for key, value, error in (
+        ("file_names", None, TypeError),
+        ("file_names", "0.npy", TypeError),
+        ("earlier_files", [1], TypeError),
+        ("first_epoch", None, TypeError),
+        ("first_step", -1, ValueError),
+        ("first_epoch", 3, ValueError),  # later than the epoch itself
+    ):
+        with pytest.raises(error, match=rf"state\['({key}|epoch)'\]: got"):
+            batches.restore({**state, key: value})
+    assert batches.state == state

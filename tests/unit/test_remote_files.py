@@ -70,6 +70,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def answer(self, *, with_data):
         path = self.server.folder / urllib.parse.unquote(self.path).strip("/")
+        if path.is_dir():
+            page = "".join(f'<a href="{each.name}">{each.name}</a>' for each in path.iterdir()).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.send_header("Content-Length", str(len(page)))
+            self.end_headers()
+            self.wfile.write(page if with_data else b"")
+            return
         if not path.is_file():
             self.send_error(404)
             return
@@ -238,6 +246,15 @@ def test_a_listing_that_fails_is_named(monkeypatch):
             hk.data.parquet(url)
 
 
+@pytest.mark.parametrize("paths", ["*.parquet", "[ab].parquet", ""])
+def test_patterns_and_pages_of_links(server, paths):
+    write(server.folder / "b.parquet")
+    (server.folder / "notes.txt").write_text("line\n")
+    source = hk.data.parquet(server.url(paths))
+    assert (source.names, source.examples) == (["a.parquet", "b.parquet"], 2 * ROWS)
+    assert ids(source, epochs=1) == 2 * EXPECTED
+
+
 def test_signed_urls_have_no_wildcards(server):
     os.link(server.folder / "a.parquet", server.folder / "a.parquet?key=[1]")
     assert ids(hk.data.parquet(server.url("a.parquet?key=[1]")), epochs=1) == EXPECTED
@@ -320,6 +337,18 @@ assert np.array_equal(hk.data.parquet({server.url("a.parquet")!r}).read(rows)["i
     ended = subprocess.run([sys.executable, "-c", program], check=True, stderr=subprocess.PIPE, text=True)
     assert ended.stderr.count("data cache: cannot write") == 1
     assert not [path for path in cache.iterdir() if path.is_file()]
+
+
+def test_a_cache_of_another_user_is_read(server, cache, monkeypatch):
+    source = hk.data.parquet(server.url("a.parquet"))
+    assert ids(source, epochs=1) == EXPECTED
+
+    def refuse(*arguments):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "utime", refuse)
+    before = server.requests
+    assert ids(source, epochs=1) == EXPECTED and server.requests == before
 
 
 def test_a_cache_that_is_removed_under_the_run_is_made_again(server, cache):

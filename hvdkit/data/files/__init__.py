@@ -23,7 +23,7 @@ _EXTRA = {"array_record", "fsspec", "google_crc32c", "pyarrow", "tenacity"}
 
 
 @contextlib.contextmanager
-def _needs_extra() -> Iterator[None]:
+def needs_extra() -> Iterator[None]:
     """Say how to install the packages that the files need."""
     try:
         yield
@@ -90,7 +90,7 @@ def parquet(
     if isinstance(columns, str) or (columns is not None and not columns):
         raise TypeError(describe("columns", columns, "a sequence of names, or None for all", "pass e.g. ['x', 'y']"))
     _require_columns("fill", fill, columns)
-    with _needs_extra():
+    with needs_extra():
         from hvdkit.data.files.parquet_format import ParquetFormat
 
         return FileSource(paths, ParquetFormat(columns, fill or {}), on_error, {"columns": columns, "fill": fill})
@@ -136,7 +136,7 @@ def tfrecord(paths: Paths, parse: Parse = None, *, on_error: OnError = "raise") 
         >>> next(batches)["label"].tolist()
         [0, 1, 2, 3]
     """
-    with _needs_extra():
+    with needs_extra():
         from hvdkit.data.files.tfrecord_format import TFRecordFormat
 
         return FileSource(paths, TFRecordFormat(parse, on_error), on_error, {"parse": parse})
@@ -175,7 +175,7 @@ def array_record(paths: Paths, parse: Parse = None, *, on_error: OnError = "rais
         >>> next(hk.data.GlobalBatches(records, 2, rank=0, size=1)).tolist()
         [b'first', b'second']
     """
-    with _needs_extra():
+    with needs_extra():
         from hvdkit.data.files.array_record_format import ArrayRecordFormat
 
         return FileSource(paths, ArrayRecordFormat(parse), on_error, {"parse": parse})
@@ -212,7 +212,7 @@ def criteo(paths: Paths, *, on_error: OnError = "raise") -> FileSource:
         >>> features["counts"].shape, features["categories"][0, 0].item() == 0x68FD1E64, label.tolist()
         ((1, 13), True, [1])
     """
-    with _needs_extra():
+    with needs_extra():
         from hvdkit.data.files.text_format import CriteoFormat
 
         return FileSource(paths, CriteoFormat(on_error), on_error)
@@ -269,7 +269,7 @@ def delimited(
         raise ValueError(describe("delimiter", delimiter, "one ASCII character", r"pass e.g. ',' or '\t'"))
     header_lines = integer("header_lines", header_lines, minimum=0)
     _require_columns("fill", fill, columns)
-    with _needs_extra():
+    with needs_extra():
         from hvdkit.data.files.text_format import DelimitedFormat
 
         options = {"columns": columns, "delimiter": delimiter, "header_lines": header_lines, "fill": fill}
@@ -307,7 +307,7 @@ def npy(paths: Paths, *, on_error: OnError = "raise") -> FileSource:
         >>> batch.shape, batch[:, 0].tolist()
         ((6, 8), [0.0, 0.0, 0.0, 1.0, 1.0, 1.0])
     """
-    with _needs_extra():
+    with needs_extra():
         from hvdkit.data.files.npy_format import NpyFormat
 
         return FileSource(paths, NpyFormat(), on_error)

@@ -23,12 +23,16 @@ LONGEST_WAIT = 20
 
 
 def filesystem_of(url: str) -> tuple[AbstractFileSystem, str]:
-    """Return the file system of a path or URL, and the name in it."""
+    """Return the file system of a path or URL, and the name in it. Raises ValueError for an unknown protocol."""
     import fsspec
 
     if "://" not in url:  # fsspec would take "::" in a name for a chain of file systems
         filesystem = fsspec.filesystem("file")
         return filesystem, filesystem._strip_protocol(url)
+    protocol = url.partition("://")[0].split("::")[-1]
+    if protocol not in fsspec.available_protocols():
+        remedy = "correct it, or register a file system with fsspec"
+        raise ValueError(describe("paths", url, "a protocol of fsspec, e.g. s3:// or https://", remedy))
     return fsspec.core.url_to_fs(url)
 
 

@@ -6,10 +6,11 @@ import contextlib
 import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvdkit.data.files.filesystems import filesystem_of, is_local, retrying, shown
+from hvdkit.data.files.reading_ahead import in_threads
 from hvdkit.errors import DataError, describe
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def list_files(paths: Paths, suffixes: Sequence[str] = ()) -> list[File]:
         if not isinstance(path, str | os.PathLike):
             raise TypeError(describe("paths", type(path).__name__, "paths, or a sequence of them", "pass strings"))
         try:
-            found = [*_files_of(os.fspath(path), tuple(suffixes))] if path != "" else []
+            found = _files_of(os.fspath(path), tuple(suffixes)) if path != "" else []
         except (ValueError, ImportError):
             raise
         except Exception as error:
@@ -79,7 +80,7 @@ def list_files(paths: Paths, suffixes: Sequence[str] = ()) -> list[File]:
 
 
 def _nothing_found(path: str, suffixes: Sequence[str]) -> ValueError:
-    others = len([*_files_of(path, ())]) if suffixes and path else 0
+    others = len(_files_of(path, ())) if suffixes and path else 0
     if others:
         got, expected = f"{path}, a folder with {others} other files", f"files that end in {' or '.join(suffixes)}"
         return ValueError(describe("paths", got, expected, "pass a pattern to read them, e.g. 'folder/*'"))
@@ -96,21 +97,25 @@ def names_of(paths: Paths, files: Sequence[File]) -> list[str]:
     urls, folders = {file.url for file in files}, []
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
         filesystem, name = filesystem_of(os.fspath(path))
-        url = name if is_local(filesystem) else filesystem.unstrip_protocol(name)
+        url = name if is_local(filesystem) else filesystem.unstrip_protocol(name).rstrip("/")
         is_folder = url not in urls and not _WILDCARDS.search(url)
         folders.append(url.split("/") if is_folder else _WILDCARDS.split(url)[0].split("/")[:-1])
     common = len([*itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*folders, strict=False))])
     return ["/".join(file.url.split("/")[common:]) for file in files]
 
 
-def _files_of(path: str, suffixes: tuple[str, ...]) -> Iterator[File]:
+def _files_of(path: str, suffixes: tuple[str, ...]) -> list[File]:
     filesystem, name = filesystem_of(path)
     filesystem.invalidate_cache()  # of earlier listings
     root, found = name, {}
     wildcard = _WILDCARDS.search(name)
-    if wildcard is None or "*" not in name or is_local(filesystem):  # names and URLs may contain "?" and "["
+    if name.endswith("/") and "http" in filesystem.protocol:  # a page with links to files
+        found = {name: {"type": "directory"}}
+    elif wildcard is None or "*" not in name or is_local(filesystem):  # names and URLs may contain "?" and "["
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            found = {name: retrying(filesystem, filesystem.info, name)}
+            info = retrying(filesystem, filesystem.info, name)
+            if "*" not in name or info["type"] == "directory":  # a pattern finds the file that has its name, too
+                found = {name: info}
     if not found and wildcard is not None:
         root = name[: wildcard.start()]
         found = retrying(filesystem, filesystem.glob, name, detail=True, patience=_LISTING)
@@ -118,17 +123,26 @@ def _files_of(path: str, suffixes: tuple[str, ...]) -> Iterator[File]:
         listed: dict[str, dict[str, Any]] = retrying(filesystem, filesystem.find, name, detail=True, patience=_LISTING)
         found = {each: info for each, info in listed.items() if each.endswith(suffixes or "")}
     first = 1 if root and not root.endswith("/") else 0  # what follows "train" in "train*" is no name of its own
+    files = []
     for each, info in sorted(found.items()):
         is_hidden = any(part.startswith(("_", ".")) for part in each.removeprefix(root).split("/")[first:])
         if is_hidden:
             continue
         if info.get("islink") and each != name:
-            info = filesystem.info(each)  # of the file, not of the link
+            info = retrying(filesystem, filesystem.info, each)  # of the file, not of the link
             if info["type"] == "directory":
                 remedy = "pass the folder that it links to as well"
                 raise ValueError(describe("paths", f"{each}, a link to a folder", "files and folders", remedy))
         if info["type"] == "file":
-            yield _file(filesystem, each, info)
+            files.append((each, info))
+
+    def with_size(each: tuple[str, dict[str, Any]]) -> File:
+        name, info = each
+        if info["size"] is None:  # the listings of HTTP servers have no sizes
+            info = retrying(filesystem, filesystem.info, name)
+        return _file(filesystem, name, info)
+
+    return in_threads(with_size, files)
 
 
 def require_unchanged(file: File, filesystem: AbstractFileSystem, name: str) -> None:

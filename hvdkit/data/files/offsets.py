@@ -21,6 +21,7 @@ import numpy as np
 import platformdirs
 import xxhash
 
+from hvdkit.cluster.logs import get_logger
 from hvdkit.data.files.listing import File
 from hvdkit.data.files.storage import OpenFile, opened
 
@@ -49,11 +50,20 @@ def offsets_of(file: File, kind: str, scan: Scan) -> np.ndarray:
                 return found
         offsets = np.asarray(scan(open_file), "<u8")
     for path in paths:
-        with contextlib.suppress(OSError):
+        try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _write(path, header, offsets)
             return _loaded(path)
+        except OSError as error:
+            problem = str(error)
+    _warn(problem)
     return offsets
+
+
+@cache
+def _warn(problem: str) -> None:
+    """Warn the user, once, that offsets cannot be kept."""
+    get_logger().warning("data: cannot keep the offsets of records, so each start finds them again: %s", problem)
 
 
 def _samples(file: OpenFile) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,9 @@ from hvdkit.data.files.formats import BlockRows, FileLayout
 from hvdkit.data.files.listing import File
 from hvdkit.data.files.storage import OpenFile, opened_as
 from hvdkit.errors import DataError, describe
+
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
+_PER_STRING = sys.getsizeof(b"") + 8  # bytes of Python's object, and of the reference to it
 
 
 class ParquetFormat:
@@ -43,7 +47,7 @@ class ParquetFormat:
             self._check_missing(file, schema, metadata)
             kind = ", ".join(f"{name}: {kind_of(schema.field(name).type)}" for name in names)
             groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-            largest = max((group.total_byte_size for group in groups), default=0)
+            largest = max((_memory(group, set(names)) for group in groups), default=0)
             return FileLayout([group.num_rows for group in groups], kind, largest)
 
     def load(self, file: File, layout: FileLayout, block: int) -> dict[str, np.ndarray | Ragged]:
@@ -79,6 +83,24 @@ class ParquetFormat:
             raise DataError(f"column {name!r} of row group {block} of {file.url}: {error}") from error
         except TypeError as error:
             raise _unreadable(file, name, str(error)) from None
+
+
+def _memory(group: pq.RowGroupMetaData, names: Container[str]) -> int:
+    """Return the memory that columns of a row group take, approximately. Encoded, they may be much smaller."""
+    size = 0
+    for i in range(group.num_columns):
+        column = group.column(i)
+        if column.path_in_schema.split(".")[0] not in names:
+            continue
+        if (width := _WIDTHS.get(column.physical_type)) is not None:
+            size += width * column.num_values
+            continue
+        text = column.total_uncompressed_size
+        if column.has_dictionary_page and column.is_stats_set and column.statistics.has_min_max:
+            ends = [end for end in (column.statistics.min, column.statistics.max) if isinstance(end, str | bytes)]
+            text = max(text, column.num_values * sum(map(len, ends)) // 2)
+        size += text + _PER_STRING * column.num_values
+    return size
 
 
 def _unreadable(file: File, name: str, got: str) -> TypeError:

@@ -107,7 +107,7 @@ class RecordFormat(ABC):
 
     Attributes:
         name: The name of the public function.
-        kind: The format and the options that determine the offsets.
+        kind: The format, and the options that determine which records are damaged.
     """
 
     name: str

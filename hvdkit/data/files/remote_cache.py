@@ -79,7 +79,8 @@ def _kept(path: Path, size: int) -> bytes | None:
         kept = path.read_bytes()
         data = kept[:size]
         if kept[size:] == xxhash.xxh3_64_digest(data):
-            os.utime(path)
+            with contextlib.suppress(OSError):  # a cache that another user wrote
+                os.utime(path)
             return data
     return None
 
@@ -88,16 +89,21 @@ def _kept(path: Path, size: int) -> bytes | None:
 def _turn(path: Path) -> Iterator[None]:
     """Wait while another thread or process of this host reads the chunk ``path``, up to a limit."""
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # a folder that cannot be written, or without locks
+        lock = None
+        with contextlib.suppress(OSError):  # a folder that cannot be written
             locks = path.parent / "locks"
             locks.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context((locks / path.name[:3]).open("wb"))
-            deadline = time.monotonic() + _LONGEST_TURN
-            while time.monotonic() < deadline:
-                with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
+        deadline = time.monotonic() + _LONGEST_TURN
+        while lock is not None and time.monotonic() < deadline:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
                 pause(0.01)
+            except OSError:  # a file system without locks
+                break
+            else:
+                break
         yield
 
 

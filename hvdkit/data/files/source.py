@@ -108,13 +108,18 @@ class FileSource:
         """The name of the function that made the source."""
         return self._format.name
 
+    @property
+    def reads_rows(self) -> bool:
+        """Whether rows can be read without the rest of their block."""
+        return self._format.reads_rows
+
     def read_times(self, shuffle: Shuffle, batch_size: int, size: int) -> float:
         """Return how many times the n/N examples of its part a rank reads in an epoch, approximately."""
         if shuffle.mode == "blocks":
             assert shuffle.lanes is not None
             touched = [-(-(r + 1) * shuffle.lanes // size) - r * shuffle.lanes // size for r in range(size)]
             return max(touched) * size / shuffle.lanes
-        if self._format.reads_rows:
+        if self.reads_rows:
             return 1
         if self._is_kept(shuffle):
             return size

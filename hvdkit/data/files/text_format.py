@@ -28,12 +28,11 @@ class LineFormat(RecordFormat):
         header_lines: Number of lines at the start of each file to skip.
     """
 
-    name = "lines"
+    name = kind = "lines"
 
     def __init__(self, header_lines: int = 0, on_error: OnError = "raise"):
         super().__init__(on_error)
         self._header_lines = header_lines
-        self.kind = f"lines after {header_lines}" if header_lines else "lines"
 
     def find_offsets(self, file: OpenFile) -> np.ndarray:
         """Return the offset of each line, and the end of the file."""
@@ -46,7 +45,10 @@ class LineFormat(RecordFormat):
             found.append(ends.astype(np.uint64) + np.uint64(start + 1))
         if not data.endswith(b"\n"):
             found.append(np.array([size], np.uint64))
-        offsets = np.concatenate(found)
+        return np.concatenate(found)
+
+    def _offsets_of(self, file: File) -> np.ndarray:
+        offsets = super()._offsets_of(file)
         return offsets[min(self._header_lines, len(offsets) - 1) :]
 
     def contents(self, pieces: Sequence[bytes], file: File, numbers: np.ndarray) -> list[bytes]:
@@ -81,7 +83,7 @@ class DelimitedFormat(LineFormat):
         self._types = {name: _arrow_type(name, dtype) for name, dtype in columns.items()}
         self._delimiter, self._fill = delimiter, dict(fill)
         if self.skips:  # which lines are damaged depends on the number of values
-            self.kind += f" of {len(columns)} values between {delimiter!r}"
+            self.kind = f"lines after {header_lines} of {len(columns)} values between {delimiter!r}"
 
     def contents(self, pieces: Sequence[bytes], file: File, numbers: np.ndarray) -> list[bytes]:
         """Return lines with their ends, after counting their values."""
