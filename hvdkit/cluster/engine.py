@@ -31,7 +31,7 @@ def load_horovod() -> ModuleType:
         if error.name is None or not error.name.startswith("horovod"):
             raise
         raise ImportError(
-            "hvdkit needs Horovod, which is not installed; run `hvdkit build-horovod` (about 2 minutes); "
+            "hvdkit needs Horovod, which is not installed; run `hvdkit build-horovod` (2 to 4 minutes); "
             + see("compatibility"),
             name="horovod",
         ) from error
