@@ -80,8 +80,6 @@ class ArraySource:
         examples: The length of the arrays.
     """
 
-    map_fn = None
-
     def __init__(self, arrays: Any):
         accessors, leaves, self._treedef = optree.tree_flatten_with_accessor(arrays)
         if not leaves:

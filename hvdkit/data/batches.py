@@ -53,7 +53,7 @@ class GlobalBatches(Iterator[Any]):
         shuffle_seed: Shuffle each epoch with this seed, an integer >= 0. None keeps the order of the data.
         shuffle: "full": all examples are permuted. "blocks", for files: their blocks, such as row groups, are permuted,
             then rows within windows, so that each rank reads its own blocks only. Without a seed, blocks and rows keep
-            their order, but each batch has rows from several places (``hk.data.block_order``).
+            their order, but each batch has rows from ``interleave`` places in the data.
         epochs: Number of epochs. None repeats endlessly: to loop over epochs use ``one_epoch``.
         remainder: How to handle an epoch's short last batch: "pad" or "drop".
         with_sample_weight: Yield ``(x, y, sample_weight)`` for data ``(x, y)``, as Keras expects it.

@@ -92,8 +92,6 @@ class Mixture:
         structure: A batch.
     """
 
-    map_fn = None
-
     def __init__(
         self, sources: Sequence[ArraySource | FileSource], weights: Sequence[float], epoch_examples: int | None
     ):

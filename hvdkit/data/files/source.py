@@ -36,7 +36,6 @@ class FileSource:
         layouts: What each of them has.
     """
 
-    map_fn = None
     _mapped: Callable[[Any], Any] | None = None
 
     def __init__(
