@@ -12,6 +12,8 @@ NP     ?= 4
 BENCH  ?= dense fit allreduce ring scaling embedding checkpoint startup loss_curves resume large_table \
 	control_plane input
 
+# Options of tests/run.py; see its --help.
+TESTS  ?=
 # Text in the first cells of a row of docs/compatibility.md.
 ONLY   ?=
 
@@ -31,8 +33,8 @@ setup: $(VENV)/.horovod ## make the environment: pinned packages, hvdkit, Horovo
 demo: setup ## train the CIFAR-10 network on real images over $(NP) ranks
 	@$(RUN) hvdkit run -np $(NP) -- python models/train.py cifar10
 
-test: setup ## run every test: one process, 1 to 4 ranks under MPI, Gloo, jobs that fail
-	$(RUN) python tests/run.py
+test: setup ## run the tests: one process, 1 to 4 ranks under MPI, Gloo, jobs that fail
+	$(RUN) python tests/run.py $(TESTS)
 
 lint: $(VENV)/.packages ## ruff (rules, format), mypy, and the schema of the workflows
 	$(BIN)/ruff check .

@@ -49,8 +49,19 @@ def covering(sizes: Sequence[int]) -> list[tuple[int, ...]]:
     return cases
 
 
-def pairwise(**axes: Sequence[Any]) -> pytest.MarkDecorator:
-    """Return the mark that runs a test with every pair of its parameters' values."""
+def pairwise(contract_every: int | None = None, **axes: Sequence[Any]) -> pytest.MarkDecorator:
+    """Return the mark that runs a test with every pair of its parameters' values.
+
+    Args:
+        contract_every: see :func:`contract_in`.
+    """
     values = list(axes.values())
     cases = [tuple(axis[at] for axis, at in zip(values, case, strict=True)) for case in covering([*map(len, values)])]
-    return pytest.mark.parametrize(",".join(axes), cases)
+    return pytest.mark.parametrize(
+        ",".join(axes), cases if contract_every is None else contract_in(cases, contract_every)
+    )
+
+
+def contract_in(cases: Sequence[tuple[Any, ...]], every: int) -> list[Any]:
+    """Return test parameters of which every n-th case is marked `contract`, for tests that take long to trace."""
+    return [pytest.param(*case, marks=[pytest.mark.contract] * (i % every == 0)) for i, case in enumerate(cases)]

@@ -84,7 +84,7 @@ def pytest_configure(config: pytest.Config) -> None:
     steps = Steps()
     config.stash[STEPS] = steps
     config.option.basetemp = str(steps.folder / f"tmp-{CLUSTER.rank}")
-    config.addinivalue_line("markers", "contract: also runs at 1 and 4 ranks, and under Gloo; the others at 2 and 3")
+    config.addinivalue_line("markers", "contract: also runs at 1, 3 and 4 ranks, and under Gloo; the others at 2")
     faulthandler.register(signal.SIGTERM, steps.stacks, all_threads=True, chain=True)
 
 

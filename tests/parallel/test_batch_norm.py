@@ -80,8 +80,8 @@ def data(rng, rows, inner=()):
     return x, rng.normal(size=(rows, *inner, 2)).astype("f4")
 
 
-@pytest.mark.contract
 @pairwise(
+    contract_every=4,
     split=["even", "uneven", "empty"],
     shape=[((), -1), ((4,), -1), ((4,), 1), ((2, 3), -1)],
     mode=["eager", "graph"],

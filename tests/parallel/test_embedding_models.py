@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers.as_one import mine
-from helpers.pairwise import pairwise
+from helpers.pairwise import contract_in, pairwise
 
 import hvdkit as hk
 from hvdkit.sharding.layout import lay_out
@@ -86,8 +86,14 @@ OPTIMIZERS = {
 PLANS = ["auto", "row", "column", "table", "mixed"]
 
 
-@pytest.mark.contract
-@pairwise(plan=PLANS, optimizer=list(OPTIMIZERS), many=[1, 5], combiner=[None, "sum", "mean"], traced=[False, True])
+@pairwise(
+    contract_every=4,
+    plan=PLANS,
+    optimizer=list(OPTIMIZERS),
+    many=[1, 5],
+    combiner=[None, "sum", "mean"],
+    traced=[False, True],
+)
 def test_tables_and_shared_features_equal_keras(plan, optimizer, many, combiner, traced, rank, size):
     world = Tables(many, many, combiner)
     tables = world.tables()
@@ -107,8 +113,8 @@ def test_tables_and_shared_features_equal_keras(plan, optimizer, many, combiner,
 # ---- inputs on the tables' owners -----------------------------------------------------------------------------
 
 
-@pytest.mark.contract
 @pairwise(
+    contract_every=4,
     plan=["auto", "table", "column", "mixed"], many=[1, 4], combiner=[None, "mean"], traced=[False, True],
     compression=[None, "bf16"],
 )  # fmt: skip
@@ -363,15 +369,17 @@ def ids_of(tables, step, rank):
     return {t.name: rng.integers(0, t.input_dim, 5) for t in tables}
 
 
-@pytest.mark.contract
 @pytest.mark.parametrize(
     ("plan", "traced", "clip", "default"),
-    [
-        ("row", True, 0.1, "momentum"),
-        ("column", False, None, "sgd"),
-        ("table", False, 0.1, "sgd"),
-        ("replicated", True, None, "momentum"),
-    ],
+    contract_in(
+        [
+            ("row", True, 0.1, "momentum"),
+            ("column", False, None, "sgd"),
+            ("table", False, 0.1, "sgd"),
+            ("replicated", True, None, "momentum"),
+        ],
+        every=2,
+    ),
 )
 def test_each_table_is_updated_by_its_own_optimizer(plan, traced, clip, default, rank, size):
     tables, layer = with_optimizers(plan)

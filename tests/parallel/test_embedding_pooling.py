@@ -76,8 +76,8 @@ def pooled(table, examples, combiner, weighted):
     return np.reshape(rows, (-1, WIDTH))
 
 
-@pytest.mark.contract
 @pairwise(
+    contract_every=4,
     form=["dense", "one id", "ragged", "uniform ragged", "sparse"],
     combiner=["sum", "mean", "sqrtn"],
     placement=["row", "div", "column", "table", "replicated"],
@@ -126,8 +126,9 @@ SHAPES = [(), (0,), (1,), (4,), (4, 1), (2, 3), (0, 3), (3, 0), (2, 3, 4), (0, 0
 DTYPES = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
 
 
-@pytest.mark.contract
-@pairwise(combiner=[None, "sum", "mean"], placement=["row", "column", "replicated"], traced=[False, True])
+@pairwise(
+    contract_every=4, combiner=[None, "sum", "mean"], placement=["row", "column", "replicated"], traced=[False, True]
+)
 def test_odd_shapes_and_dtypes_of_ids(combiner, placement, traced, rank, size):
     """Like ``keras.layers.Embedding`` without a combiner; with one, the last of two or more axes is combined."""
     table = hk.layers.Table("t", ROWS, WIDTH, combiner=combiner)
@@ -190,8 +191,13 @@ RAGGED = {
 }
 
 
-@pytest.mark.contract
-@pairwise(form=list(RAGGED), combiner=[None, "sum", "mean"], traced=[False, True], partition=["mod", "column"])
+@pairwise(
+    contract_every=4,
+    form=list(RAGGED),
+    combiner=[None, "sum", "mean"],
+    traced=[False, True],
+    partition=["mod", "column"],
+)
 def test_ragged_ids_of_any_rank(form, combiner, traced, partition, rank, size):
     """The last axis is combined, ragged or uniform; the remaining ragged axes stay ragged."""
     layer = hk.layers.ShardedEmbedding(ROWS, WIDTH, combiner=combiner, partition=partition, seed=3)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers.as_one import compare, line, plain, ported, same_logs, same_weights
+from helpers.pairwise import contract_in
 
 import hvdkit as hk
 from hvdkit.training.inputs import FitData
@@ -52,8 +53,7 @@ CASES = [
 ]
 
 
-@pytest.mark.contract
-@pytest.mark.parametrize(("source", "rows", "batch_size", "options"), CASES)
+@pytest.mark.parametrize(("source", "rows", "batch_size", "options"), contract_in(CASES, every=3))
 def test_global_batches_train_as_in_one_process(rng, source, rows, batch_size, options):
     x, y = line(rng, rows)
     steps = rows // batch_size if "remainder" in options else -(-rows // batch_size)

@@ -26,7 +26,7 @@ TOLERANCES = {"mixed_float16": 2e-2, "mixed_bfloat16": 2e-2}
 # These draw random numbers in the step, or normalize by a rank's rows: on one rank the History is equal, on several
 # it is close.
 CLOSE = {"diffusion": 0.2, "dropout": 0.2, "local_batchnorm": 0.2, "vae": 0.2}
-# Run on 1 and 4 ranks, too.
+# Run on 1, 3 and 4 ranks, too.
 CONTRACT = {
     "callbacks",
     "dropout",
