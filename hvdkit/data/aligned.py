@@ -26,10 +26,8 @@ _SHARED = {"f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"}
 def aligned_empty(shape: Sequence[int], dtype: npt.DTypeLike) -> np.ndarray:
     """Return an uninitialized array like ``np.empty``, aligned like a TensorFlow tensor."""
     dtype = np.dtype(dtype)
-    length = math.prod(shape) * dtype.itemsize
-    raw = np.empty(length + ALIGNMENT, np.uint8)
-    start = -_address(raw) % ALIGNMENT
-    return raw[start : start + length].view(dtype).reshape(shape)
+    raw = np.empty(math.prod(shape) * dtype.itemsize + ALIGNMENT, np.uint8)
+    return np.ndarray(shape, dtype, raw, -_address(raw) % ALIGNMENT)
 
 
 def tensor_of(rows: Rows) -> Rows | tf.Tensor:

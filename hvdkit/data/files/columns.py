@@ -99,7 +99,10 @@ def _values(lists: pa.Array, fill: Any) -> np.ndarray:
 
 def taken_columns(parts: Sequence[BlockRows], rows: int) -> dict[str, Any]:
     """Return a batch of ``rows`` rows of blocks that are dicts of columns."""
-    return {name: taken([part._replace(block=part.block[name]) for part in parts], rows) for name in parts[0].block}
+    return {
+        name: taken([BlockRows(block[name], each, places) for block, each, places in parts], rows)
+        for name in parts[0].block
+    }
 
 
 def taken(parts: Sequence[BlockRows], rows: int) -> Any:

@@ -82,6 +82,8 @@ class DelimitedFormat(LineFormat):
         super().__init__(header_lines, on_error)
         self._types = {name: _arrow_type(name, dtype) for name, dtype in columns.items()}
         self._delimiter, self._fill = delimiter, dict(fill)
+        self._parse_options = csv.ParseOptions(delimiter=delimiter, quote_char=False, ignore_empty_lines=False)
+        self._convert_options = csv.ConvertOptions(column_types=self._types, strings_can_be_null=False)
         if self.skips:  # which lines are damaged depends on the number of values
             self.kind = f"lines after {header_lines} of {len(columns)} values between {delimiter!r}"
 
@@ -107,7 +109,7 @@ class DelimitedFormat(LineFormat):
         # Arrow takes an empty line, of at most 2 bytes with its end, for one whose values are all missing, and a
         # carriage return for the end of a line.
         has_empty = (offsets[numbers + 1] - offsets[numbers] <= 2).any()
-        if has_empty or text.count(b"\r") != text.count(b"\r\n"):
+        if has_empty or (b"\r" in text and text.count(b"\r") != text.count(b"\r\n")):
             self._records(source, numbers)  # raises if a line has another number of values, or a carriage return
         try:
             return self._parsed(text)
@@ -119,8 +121,8 @@ class DelimitedFormat(LineFormat):
         table = csv.read_csv(
             pa.BufferReader(text),
             csv.ReadOptions(use_threads=False, column_names=[*self._types], block_size=len(text) + 1),
-            csv.ParseOptions(delimiter=self._delimiter, quote_char=False, ignore_empty_lines=False),
-            csv.ConvertOptions(column_types=self._types, strings_can_be_null=False),
+            self._parse_options,
+            self._convert_options,
         )
         return self.arrays(table)
 
