@@ -85,6 +85,15 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+def pytest_runtest_logfinish() -> None:
+    """Collect the test's garbage, then take what is left out of later collections.
+
+    ``keras.utils.clear_session`` collects; with the graphs of a thousand tests alive, that took half of the time.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def here():
     """Return the doctor's facts about the environment that runs the tests."""
