@@ -51,7 +51,7 @@ STOP = threading.Event()
 """Set if this run is interrupted: every launch ends, and no new one starts."""
 # Files of tests/jobs that compare the seconds until a job ends, and the names of their launches.
 TIMED = {"test_hosts.py": "jobs on hosts, timed", "test_one_host.py": "jobs here, timed"}
-FIRST = ("np=2, MPI", "jobs", "np=3, MPI", "unit")
+FIRST = ("np=2, MPI", "jobs", "unit", "np=4, MPI")
 """Names of the launches that take longest, in an order in which two at a time end soonest."""
 # Files whose tests marked `contract` cover every kind of exchange: under Gloo only the exchange differs.
 UNDER_GLOO = (

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 Kind = Literal["auto", "parquet", "tfrecord", "array_record", "npy", "lines"]
 _BLOCKS_PER_RANK = 10  # a rank reads at most one block more than its part: 10 %
-_WITH_INDEX = "parquet", "array_record", "npy"
 _LARGE_BLOCK = 128 * 2**20  # bytes
 
 
@@ -29,8 +28,8 @@ _LARGE_BLOCK = 128 * 2**20  # bytes
 class InspectFiles:
     """Show rows, columns and blocks of data files, and how many ranks they feed well.
 
-    Records and lines are found as `hvdkit data index` does. Exit code: 0; 1 if the files should be written differently
-    for --ranks; 2 if they cannot be read.
+    Records and lines are found as `hvdkit data index` does. Exit code: 0; 1 with a remedy, if the files feed fewer
+    ranks well than --ranks; 2 if they cannot be read.
 
     For example:
         hvdkit data inspect clicks/ --ranks 64
@@ -55,7 +54,7 @@ class IndexFiles:
 
     Programs do this when they open the files; this command does it before a job starts. Parquet, ArrayRecord and .npy
     have an index of their own. With on_error="skip", a program also looks for damaged records, when it first opens the
-    files. Exit code: 0; 2 if a file cannot be read.
+    files. Exit code: 0, with a warning if the offsets could not be kept; 2 if a file cannot be read.
 
     For example:
         hvdkit data index 'images/train-*'
@@ -106,7 +105,7 @@ def data(config: InspectFiles | IndexFiles) -> int:
     source = _scanned(config.paths, config.format)
     if isinstance(config, IndexFiles):
         print(source)
-        if source.format_name in _WITH_INDEX:
+        if not source.needs_index:
             print(f"nothing to keep: {source.format_name} files have an index of their own")
         return 0
     report = examine(source, ranks)
@@ -152,8 +151,9 @@ def _scanned(paths: tuple[str, ...], kind: Kind) -> FileSource:
 
     if not paths:
         raise ValueError(describe("paths", "none", "at least one", "pass e.g. a folder"))
-    file_format = _format_of(_recognized(list_files(paths)) if kind == "auto" else kind)
-    size = sum(file.size for file in list_files(paths, file_format.suffixes))
+    files = list_files(paths)
+    file_format = _format_of(_recognized(files) if kind == "auto" else kind)
+    size = sum(file.size for file in files)
     with byte_progress("reading", size) as advance:
         return FileSource(paths, file_format, on_scanned=lambda file: advance(file.size))
 

@@ -343,13 +343,13 @@ class GlobalBatches(Iterator[Any]):
         or "_", then rename it, so that it is found when it is complete.
 
         Args:
-            epoch: The first epoch that reads the new files; default: the next. For ``hk.fit``, which does not advance
-                this iterator, pass its ``initial_epoch``.
+            epoch: The first epoch that reads the new files; default: the next. For ``hk.fit`` and ``as_keras``, which
+                do not advance this iterator, pass the ``initial_epoch`` of the next ``fit``.
 
         Returns:
             The names of the new files. An empty list if nothing changes: no file is new, or, with
-                ``growth="replace"``, the new files have too few rows for a batch. Files whose first epoch has not been
-                read yet are not replaced: that epoch reads them and the new ones.
+                ``growth="replace"``, the new files have too few rows for a batch. Files of which no batch has been read
+                yet are not replaced: the epoch reads them and the new ones.
 
         Raises:
             TypeError: The data are not files with ``growth=``.
@@ -429,7 +429,7 @@ class GlobalBatches(Iterator[Any]):
         It has ``steps_per_epoch`` elements (for a stream of unknown length, as many as the epoch has), and each pass
         continues with the next ones, so ``fit(dataset, epochs=3)`` needs no other argument. It prefetches
         independently, without advancing this iterator. Save ``state_at(steps done)``. After ``restore`` the next
-        pass starts there. After ``add_new_files``, call this again: an epoch has another number of steps then.
+        pass starts there. After ``add_new_files(epoch=)``, call this again: the number of steps may have changed.
 
         ``sample_weight`` has the rank of the labels, ``[rows, 1, ...]``, to be multiplied with losses of any shape. For
         data ``(x, y, w)`` it is multiplied by w. Data without labels (an array, a dict, ``(x,)``) are yielded without
@@ -616,6 +616,8 @@ class GlobalBatches(Iterator[Any]):
             raise
         if count == 0:
             return None
+        if self._files is not None:
+            self._files.begun.set()
         self._step += 1
         if self._steps_per_epoch is not None and self._step > self._steps_per_epoch:
             raise self._unequal_epochs("more")
@@ -659,12 +661,13 @@ class GlobalBatches(Iterator[Any]):
     def _as_dataset(self, batches: GlobalBatches, convert: _Convert, spec: Any, at_once: int) -> Any:
         """Return ``batches`` from this iterator's position on, each mapped by ``convert``, as a dataset for Keras."""
         is_endless = self._steps_per_epoch is not None
-        source = self._source
+        identity = self._source_identity
 
         def position() -> tuple[int, int, int]:
-            if self._source is not source:
+            if self._source_identity != identity:
+                got, expected = "other files than when it was made", "the same files"
                 remedy = "call as_keras() again, after restore() and add_new_files()"
-                raise ValueError(describe("dataset", "files that have changed since it was made", "the same", remedy))
+                raise ValueError(describe("dataset", got, expected, remedy))
             return self._restores, self._epoch, self._step
 
         return keras_dataset(

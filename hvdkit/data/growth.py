@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hvdkit import cluster
@@ -26,6 +27,7 @@ class GrowingFiles:
         earlier: The names of the files that were replaced.
         first_epoch: The first epoch that reads ``source``.
         first_step: The number of batches before it, since the start of training.
+        begun: Set when a batch of ``source`` is read, by any iterator over it.
     """
 
     growth: Growth
@@ -34,6 +36,7 @@ class GrowingFiles:
     earlier: tuple[str, ...] = ()
     first_epoch: int = 0
     first_step: int = 0
+    begun: threading.Event = field(default_factory=threading.Event, compare=False)
 
     @property
     def end(self) -> int | None:
@@ -70,7 +73,7 @@ class GrowingFiles:
                 got = _some(sorted(missing))
                 raise ValueError(describe("state['file_names']", got, "files that are listed now", remedy))
             source = self.listed.selected(names)
-        return replace(self, source=source, earlier=earlier, first_epoch=first_epoch, first_step=first_step)
+        return GrowingFiles(self.growth, self.listed, source, earlier, first_epoch, first_step)
 
     def grown(self, epoch: int, step: int, min_rows: int) -> GrowingFiles | None:
         """Look for new files; all ranks must call this.
@@ -96,7 +99,7 @@ class GrowingFiles:
         new = [name for name in listed.names if name not in known]
         if not new:
             return None
-        if self.growth == "replace" and epoch > self.first_epoch:
+        if self.growth == "replace" and (epoch > self.first_epoch or self.begun.is_set()):
             if sum(listed.rows_of(name) for name in new) < min_rows:
                 return None
             names, earlier = new, (*self.earlier, *self.source.names)

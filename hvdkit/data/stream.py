@@ -90,7 +90,7 @@ class StreamSource:
             return self._dataset
         import tensorflow as tf
 
-        shuffle_seed = int(np.random.SeedSequence([shuffle.seed, epoch]).generate_state(1, np.uint64)[0] >> 1)
+        shuffle_seed = int(np.random.SeedSequence([shuffle.seed, epoch]).generate_state(1, np.uint64)[0]) >> 1
 
         def shuffled(_: Any) -> Any:
             # tf.data also uses the global seed, which a script may have set differently on each rank. Inside this

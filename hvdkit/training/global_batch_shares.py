@@ -59,9 +59,12 @@ class GlobalBatchShares(Shares):
             if steps is not None:
                 integer("steps_per_epoch", steps, minimum=1)
         self._trains, self._steps, self._initial_epoch = initial_epoch is not None, steps, initial_epoch or 0
-        self._batches = batches.copy_at(*self._start(batches, self._initial_epoch))
         if self._trains:
             self._check_position(batches, argument)
+            self._batches = batches.copy_at(*self._start(batches, self._initial_epoch))
+        else:
+            self._batches = batches.copy_at(batches._first[0], 0)
+            self._batches.available_epochs = None
         self._class_weight, self._argument = class_weight, argument
         self.digest = json.dumps(batches.fingerprint(), sort_keys=True, default=str)
         dataset, data_steps = self._batches.as_shares(), batches.steps_per_epoch
@@ -71,9 +74,7 @@ class GlobalBatchShares(Shares):
         super().__init__(TFDatasetAdapter(dataset), data_rank)
 
     def _start(self, batches: GlobalBatches, epoch: int) -> tuple[int, int]:
-        """Return the epoch and step of the data at which a Keras epoch begins, or evaluation."""
-        if not self._trains:
-            return batches._first[0], 0
+        """Return the epoch and step of the data at which a Keras epoch begins."""
         data_steps = batches.steps_per_epoch
         if self._steps is None:
             return epoch, 0
@@ -157,7 +158,7 @@ class GlobalBatchShares(Shares):
     def on_epoch_begin(self) -> None:
         """Restart at the first epoch of the data, except when training."""
         if not self._trains:
-            self._batches.move_to(*self._start(self._batches, 0))
+            self._batches.move_to(self._batches._first[0], 0)
 
     @property
     def may_be_empty(self) -> bool:

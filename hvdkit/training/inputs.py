@@ -62,7 +62,7 @@ class FitData:
             return self._global_batch_shares(self.x)
         if isinstance(self.x, FileSource | Mixture):
             remedy = "pass hk.data.GlobalBatches(source, global_batch_size)"
-            raise TypeError(describe(self.argument, self.x, "batches of it", remedy))
+            raise TypeError(describe(self.argument, self.x, "GlobalBatches", remedy))
         inner = data_adapters.get_data_adapter(
             x=self.x,
             y=self.y,

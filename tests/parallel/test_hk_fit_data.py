@@ -263,7 +263,6 @@ def test_what_is_wrong_with_global_batches_is_an_error_on_every_rank(rng):
 # ---- other kinds of data -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.contract
 def test_files_without_global_batches_are_an_error_with_the_remedy(shared_path):
     if hk.is_chief():
         np.save(shared_path / "a.npy", np.zeros((8, 3), np.float32))
@@ -273,6 +272,7 @@ def test_files_without_global_batches_are_an_error_with_the_remedy(shared_path):
         hk.fit(dense()(), rows, verbose=0)
 
 
+@pytest.mark.contract
 def test_pandas_of_several_dtypes(rng):
     pandas = pytest.importorskip("pandas")
     x, y = line(rng, 23)

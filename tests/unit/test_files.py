@@ -573,3 +573,29 @@ def test_the_size_of_row_groups_is_that_in_memory(tmp_path):
     for name, size in (("zero", 8), ("list", 16)):
         (layout,) = hk.data.parquet(tmp_path, [name]).layouts
         assert layout.largest_block == size * rows
+
+
+def test_columns_of_any_name_and_text_are_measured(tmp_path):
+    rows = 50_000
+    words = [f"word {i % 1000}" for i in range(rows)]
+    columns = {
+        "user.id": np.arange(rows),
+        "half": np.zeros(rows, np.float16),
+        "latin": pa.array([b"caf\xe9 %d" % (i % 7) for i in range(rows)]).view(pa.string()),
+        "words": [*words[:-2], "x" * 4000, "y" * 4000],
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    for name, least, most in (("user.id", 8, 8), ("half", 2, 2), ("latin", 40, 60), ("words", 40, 120)):
+        (layout,) = hk.data.parquet(tmp_path, [name]).layouts
+        assert least * rows <= layout.largest_block <= most * rows, name
+
+
+def test_a_file_named_like_a_pattern_is_found_with_the_others(tmp_path):
+    for name in ("a*.npy", "ab.npy", "c[1].npy", "c1.npy", "d*[1].npy"):
+        np.save(tmp_path / name, np.arange(2))
+    for pattern, names in (
+        ("a*.npy", ["a*.npy", "ab.npy"]),
+        ("c[1].npy", ["c[1].npy"]),
+        ("d*[1].npy", ["d*[1].npy"]),
+    ):
+        assert [Path(file.url).name for file in hk.data.npy(tmp_path / pattern).files] == names

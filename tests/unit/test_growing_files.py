@@ -165,9 +165,30 @@ def test_a_keras_data_set_must_be_made_again_for_new_files(tmp_path):
     ids_of(batches)
     add(tmp_path, "1.npy", 8, 16)
     batches.add_new_files()
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"files that have changed since.*call as_keras"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"got other files than when.*call as_keras"):
         next(iter(dataset))
     assert len([*batches.as_keras()]) == 4
+
+
+def test_files_that_keras_has_read_are_replaced(tmp_path):
+    add(tmp_path, "0.npy", 8)
+    batches = opened(tmp_path, growth="replace")
+    assert len([*batches.as_keras()]) == 2  # does not advance the iterator
+    (tmp_path / "0.npy").unlink()
+    add(tmp_path, "1.npy", 8, 12)
+    assert batches.add_new_files() == ["1.npy"]
+    assert [batch.numpy().tolist() for batch in batches.as_keras()] == [[8, 9, 10, 11]]
+
+
+def test_a_keras_data_set_serves_again_when_its_files_are_restored(tmp_path):
+    add(tmp_path, "0.npy", 8)
+    batches = opened(tmp_path, growth="append")
+    state, dataset = batches.state, batches.as_keras()
+    ids_of(batches)
+    add(tmp_path, "1.npy", 8, 16)
+    batches.add_new_files()
+    batches.restore(state)
+    assert len([*dataset]) == 2
 
 
 def test_a_state_of_wrong_types_is_an_error(tmp_path):

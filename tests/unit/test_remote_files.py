@@ -11,6 +11,7 @@ import time
 import urllib.parse
 from collections import Counter
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,7 +20,7 @@ from helpers.speed import WAIT
 
 import hvdkit as hk
 from hvdkit.data import GlobalBatches
-from hvdkit.data.files import filesystems, remote_cache
+from hvdkit.data.files import filesystems, listing, remote_cache
 
 ROWS = 30_000
 
@@ -40,6 +41,7 @@ class Server(http.server.ThreadingHTTPServer):
     Attributes:
         refusals: The number of requests for a file's size that will be answered with an error.
         failures: The number of requests for data that will be answered with an error, or cut off half way.
+        page: Of the folder, if not the links to its files.
         requests: The number of requests for data so far.
         ranges: How often each range of each file was requested.
         status: Of the answers that are errors.
@@ -50,6 +52,7 @@ class Server(http.server.ThreadingHTTPServer):
 
     daemon_threads = True
     failures = requests = refusals = 0
+    page = ""
     status, manner, slow = 503, "at once", 10**6
 
     def __init__(self, folder):
@@ -71,7 +74,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def answer(self, *, with_data):
         path = self.server.folder / urllib.parse.unquote(self.path).strip("/")
         if path.is_dir():
-            page = "".join(f'<a href="{each.name}">{each.name}</a>' for each in path.iterdir()).encode()
+            links = "".join(f'<a href="{each.name}">{each.name}</a>' for each in path.iterdir())
+            page = (self.server.page if path == self.server.folder and self.server.page else links).encode()
             self.send_response(200)
             self.send_header("Content-Type", "text/html")
             self.send_header("Content-Length", str(len(page)))
@@ -442,3 +446,31 @@ def test_an_s3_server(tmp_path, monkeypatch):
         assert sum(growing.count for _ in growing.one_epoch()) == 4 * ROWS
     finally:
         server.stop()
+
+
+def test_pages_of_common_servers(server):
+    (server.folder / "sub").mkdir()
+    write(server.folder / "sub" / "b.parquet")
+    links = ("?C=M;O=A", "?C=N;O=D", "./a.parquet", "../", "sub/")
+    server.page = "".join(f'<a href="{link}">{link}</a>' for link in links)
+    source = hk.data.parquet(server.url(""))
+    assert (source.names, source.examples) == (["a.parquet", "sub/b.parquet"], 2 * ROWS)
+    assert len(listing.list_files(server.url(""))) == 2  # without a suffix, too
+    server.page = "nothing"
+    with pytest.raises(ValueError, match=r"paths: got http.*, expected a file, a folder with files or a pattern"):
+        hk.data.parquet(server.url(""))
+
+
+def test_a_page_that_cannot_be_read_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(hk.DataError, match=rf"{port}/x/ could not be listed: .*{port}"):
+        hk.data.parquet(f"http://127.0.0.1:{port}/x/")
+
+
+def test_file_systems_that_users_register_are_found():
+    class Own(fsspec.AbstractFileSystem):
+        protocol = "own"
+
+    fsspec.register_implementation("own", Own, clobber=True)
+    assert isinstance(filesystems.filesystem_of("own://a/b")[0], Own)

@@ -29,10 +29,11 @@ def filesystem_of(url: str) -> tuple[AbstractFileSystem, str]:
     if "://" not in url:  # fsspec would take "::" in a name for a chain of file systems
         filesystem = fsspec.filesystem("file")
         return filesystem, filesystem._strip_protocol(url)
-    protocol = url.partition("://")[0].split("::")[-1]
-    if protocol not in fsspec.available_protocols():
+    try:
+        fsspec.get_filesystem_class(url.partition("://")[0].split("::")[-1])
+    except ValueError:
         remedy = "correct it, or register a file system with fsspec"
-        raise ValueError(describe("paths", url, "a protocol of fsspec, e.g. s3:// or https://", remedy))
+        raise ValueError(describe("paths", url, "a protocol of fsspec, e.g. s3:// or https://", remedy)) from None
     return fsspec.core.url_to_fs(url)
 
 

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvdkit.data.files.filesystems import filesystem_of, is_local, retrying, shown
@@ -65,13 +65,13 @@ def list_files(paths: Paths, suffixes: Sequence[str] = ()) -> list[File]:
         if not isinstance(path, str | os.PathLike):
             raise TypeError(describe("paths", type(path).__name__, "paths, or a sequence of them", "pass strings"))
         try:
-            found = _files_of(os.fspath(path), tuple(suffixes)) if path != "" else []
+            found = _files_of(*_found_at(os.fspath(path), tuple(suffixes))) if path != "" else []
+            if not found:
+                raise _nothing_found(os.fspath(path), suffixes)
         except (ValueError, ImportError):
             raise
         except Exception as error:
             raise DataError(f"{os.fspath(path)} could not be listed: {shown(error)}") from error
-        if not found:
-            raise _nothing_found(os.fspath(path), suffixes)
         for file in found:
             if file.url in files:
                 raise ValueError(describe("paths", f"{file.url} twice", "each file once", "list it once"))
@@ -80,7 +80,7 @@ def list_files(paths: Paths, suffixes: Sequence[str] = ()) -> list[File]:
 
 
 def _nothing_found(path: str, suffixes: Sequence[str]) -> ValueError:
-    others = len(_files_of(path, ())) if suffixes and path else 0
+    others = len(_found_at(path, ())[1]) if suffixes and path else 0
     if others:
         got, expected = f"{path}, a folder with {others} other files", f"files that end in {' or '.join(suffixes)}"
         return ValueError(describe("paths", got, expected, "pass a pattern to read them, e.g. 'folder/*'"))
@@ -104,29 +104,41 @@ def names_of(paths: Paths, files: Sequence[File]) -> list[str]:
     return ["/".join(file.url.split("/")[common:]) for file in files]
 
 
-def _files_of(path: str, suffixes: tuple[str, ...]) -> list[File]:
+def _files_of(filesystem: AbstractFileSystem, found: Mapping[str, dict[str, Any]]) -> list[File]:
+    """Return what was found with sizes, which the listings of HTTP servers do not have."""
+    unknown = [name for name, info in found.items() if info["size"] is None]
+    asked = in_threads(lambda name: retrying(filesystem, filesystem.info, name), unknown) if unknown else []
+    found = {**found, **dict(zip(unknown, asked, strict=True))}
+    return [_file(filesystem, name, info) for name, info in found.items()]
+
+
+def _found_at(path: str, suffixes: tuple[str, ...]) -> tuple[AbstractFileSystem, dict[str, dict[str, Any]]]:
+    """Return the file system of a path, and the files there, by name."""
     filesystem, name = filesystem_of(path)
     filesystem.invalidate_cache()  # of earlier listings
     root, found = name, {}
     wildcard = _WILDCARDS.search(name)
-    if name.endswith("/") and "http" in filesystem.protocol:  # a page with links to files
+    is_page = name.endswith("/") and "http" in filesystem.protocol  # with links to files
+    if is_page:
         found = {name: {"type": "directory"}}
     elif wildcard is None or "*" not in name or is_local(filesystem):  # names and URLs may contain "?" and "["
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            info = retrying(filesystem, filesystem.info, name)
-            if "*" not in name or info["type"] == "directory":  # a pattern finds the file that has its name, too
-                found = {name: info}
-    if not found and wildcard is not None:
+            found = {name: retrying(filesystem, filesystem.info, name)}
+    is_folder = any(info["type"] == "directory" for info in found.values())
+    if wildcard is not None and not is_folder and ("*" in name or not found):
         root = name[: wildcard.start()]
-        found = retrying(filesystem, filesystem.glob, name, detail=True, patience=_LISTING)
-    if root == name and any(info["type"] == "directory" for info in found.values()):
-        listed: dict[str, dict[str, Any]] = retrying(filesystem, filesystem.find, name, detail=True, patience=_LISTING)
+        found |= retrying(filesystem, filesystem.glob, name, detail=True, patience=_LISTING)
+    if is_folder:
+        options = {"on_error": "raise"} if is_page else {}
+        listed = retrying(filesystem, filesystem.find, name, detail=True, patience=_LISTING, **options)
+        if is_page:  # without links that sort it, and without the page itself, which has no type
+            listed = {each: info for each, info in listed.items() if "type" in info and not {"?", "#"} & {*each}}
         found = {each: info for each, info in listed.items() if each.endswith(suffixes or "")}
     first = 1 if root and not root.endswith("/") else 0  # what follows "train" in "train*" is no name of its own
-    files = []
+    files = {}
     for each, info in sorted(found.items()):
-        is_hidden = any(part.startswith(("_", ".")) for part in each.removeprefix(root).split("/")[first:])
-        if is_hidden:
+        parts = [part for part in each.removeprefix(root).split("/")[first:] if part != "."]
+        if any(part.startswith(("_", ".")) for part in parts):
             continue
         if info.get("islink") and each != name:
             info = retrying(filesystem, filesystem.info, each)  # of the file, not of the link
@@ -134,15 +146,8 @@ def _files_of(path: str, suffixes: tuple[str, ...]) -> list[File]:
                 remedy = "pass the folder that it links to as well"
                 raise ValueError(describe("paths", f"{each}, a link to a folder", "files and folders", remedy))
         if info["type"] == "file":
-            files.append((each, info))
-
-    def with_size(each: tuple[str, dict[str, Any]]) -> File:
-        name, info = each
-        if info["size"] is None:  # the listings of HTTP servers have no sizes
-            info = retrying(filesystem, filesystem.info, name)
-        return _file(filesystem, name, info)
-
-    return in_threads(with_size, files)
+            files[each.replace("/./", "/")] = info
+    return filesystem, files
 
 
 def require_unchanged(file: File, filesystem: AbstractFileSystem, name: str) -> None:

@@ -49,21 +49,22 @@ def offsets_of(file: File, kind: str, scan: Scan) -> np.ndarray:
             if (found := _read(path, header)) is not None:
                 return found
         offsets = np.asarray(scan(open_file), "<u8")
+    problems = {}
     for path in paths:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _write(path, header, offsets)
             return _loaded(path)
         except OSError as error:
-            problem = str(error)
-    _warn(problem)
+            problems[path.parent] = error.strerror
+    _warn(", ".join(f"{folder}: {problem}" for folder, problem in problems.items()))
     return offsets
 
 
 @cache
-def _warn(problem: str) -> None:
-    """Warn the user, once, that offsets cannot be kept."""
-    get_logger().warning("data: cannot keep the offsets of records, so each start finds them again: %s", problem)
+def _warn(problems: str) -> None:
+    """Warn the user, once for each folder of data, that offsets cannot be kept."""
+    get_logger().warning("data: cannot keep the offsets of records, so each start finds them again: %s", problems)
 
 
 def _samples(file: OpenFile) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from hvdkit.data.files.storage import OpenFile, opened_as
 from hvdkit.errors import DataError, describe
 
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
+_INDEX_BYTES = 4  # at most, of each value in a dictionary
 _PER_STRING = sys.getsizeof(b"") + 8  # bytes of Python's object, and of the reference to it
 
 
@@ -47,7 +48,7 @@ class ParquetFormat:
             self._check_missing(file, schema, metadata)
             kind = ", ".join(f"{name}: {kind_of(schema.field(name).type)}" for name in names)
             groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-            largest = max((_memory(group, set(names)) for group in groups), default=0)
+            largest = max((_memory(metadata.schema, group, names) for group in groups), default=0)
             return FileLayout([group.num_rows for group in groups], kind, largest)
 
     def load(self, file: File, layout: FileLayout, block: int) -> dict[str, np.ndarray | Ragged]:
@@ -85,22 +86,32 @@ class ParquetFormat:
             raise _unreadable(file, name, str(error)) from None
 
 
-def _memory(group: pq.RowGroupMetaData, names: Container[str]) -> int:
+def _memory(schema: pq.ParquetSchema, group: pq.RowGroupMetaData, names: Sequence[str]) -> int:
     """Return the memory that columns of a row group take, approximately. Encoded, they may be much smaller."""
-    size = 0
+    size, within = 0, tuple(f"{name}." for name in names)
     for i in range(group.num_columns):
-        column = group.column(i)
-        if column.path_in_schema.split(".")[0] not in names:
+        column, kind = group.column(i), schema.column(i)
+        if kind.path not in names and not kind.path.startswith(within):
             continue
-        if (width := _WIDTHS.get(column.physical_type)) is not None:
+        if (width := _WIDTHS.get(kind.physical_type)) is not None:
             size += width * column.num_values
-            continue
-        text = column.total_uncompressed_size
-        if column.has_dictionary_page and column.is_stats_set and column.statistics.has_min_max:
-            ends = [end for end in (column.statistics.min, column.statistics.max) if isinstance(end, str | bytes)]
-            text = max(text, column.num_values * sum(map(len, ends)) // 2)
-        size += text + _PER_STRING * column.num_values
+        elif kind.logical_type.type == "FLOAT16":
+            size += 2 * column.num_values
+        else:
+            size += _memory_of_text(column) + _PER_STRING * column.num_values
     return size
+
+
+def _memory_of_text(column: pq.ColumnChunkMetaData) -> int:
+    """Return the bytes of a column's strings: as encoded; of indices, at least as if all had the length of one."""
+    encoded, values = column.total_uncompressed_size, column.num_values
+    if not column.has_dictionary_page or encoded > _INDEX_BYTES * values:
+        return encoded
+    try:
+        ends = [column.statistics.min, column.statistics.max]
+    except (AttributeError, ValueError, pa.ArrowException):  # no statistics, or no UTF-8
+        return encoded
+    return max(encoded, values * min(len(end) if isinstance(end, str | bytes) else 0 for end in ends))
 
 
 def _unreadable(file: File, name: str, got: str) -> TypeError:

@@ -107,7 +107,9 @@ class RecordFormat(ABC):
 
     Attributes:
         name: The name of the public function.
-        kind: The format, and the options that determine which records are damaged.
+        kind: The format.
+        offsets_key: The format, and what else determines the offsets, which are cached under this name.
+        damage_key: The format, and what else determines which records are damaged.
     """
 
     name: str
@@ -117,6 +119,7 @@ class RecordFormat(ABC):
 
     def __init__(self, on_error: OnError) -> None:
         self.skips = on_error == "skip"
+        self.offsets_key = self.damage_key = self.kind
         self._offsets: OrderedDict[File, np.ndarray] = OrderedDict()  # the oldest first
         self._offset_bytes = 0
         self._maps: OrderedDict[File, np.ndarray] = OrderedDict()  # those of large files, the oldest first
@@ -134,7 +137,7 @@ class RecordFormat(ABC):
         records = len(self._offsets_of(file)) - 1
         damaged = np.array([], np.int64)
         if self.skips:
-            damaged = offsets_of(file, f"{self.kind}, damaged", self._find_damaged).astype(np.int64)
+            damaged = offsets_of(file, f"{self.damage_key}, damaged", self._find_damaged).astype(np.int64)
         rows = rows_of_blocks(records - len(damaged), file.size)
         if (end := int(self._offsets_of(file)[-1])) < file.size:
             get_logger().warning("on_error='skip': skipped %s from record %d, byte %d, on", file.url, records, end)
@@ -186,8 +189,7 @@ class RecordFormat(ABC):
         with self._lock:
             if (found := self._offsets.get(file, self._maps.get(file))) is not None:
                 return found
-        kind = f"{self.kind}, without the end" if self.skips else self.kind
-        found = offsets_of(file, kind, self.find_offsets)
+        found = offsets_of(file, self.offsets_key, self.find_offsets)
         with self._lock:
             if isinstance(found, np.memmap):
                 self._maps[file] = found

@@ -14,6 +14,7 @@ from hvdkit.data.files.formats import BlockRows, Format, OnError
 from hvdkit.data.files.kept_open import close_idle
 from hvdkit.data.files.listing import File, Paths
 from hvdkit.data.files.reading_ahead import BlockCache, in_order
+from hvdkit.data.files.records import RecordFormat
 from hvdkit.data.files.scanning import Scan, ScannedFile, agree_on_columns, columns_of, digest
 from hvdkit.data.indexed import IndexedSource, Shuffle, batches_of_epoch
 from hvdkit.data.order import Order, RankRows, Remainder, shuffled_indices
@@ -108,6 +109,11 @@ class FileSource:
         return self._format.name
 
     @property
+    def needs_index(self) -> bool:
+        """Whether the offsets of records must be found, because the files have no index."""
+        return isinstance(self._format, RecordFormat)
+
+    @property
     def reads_rows(self) -> bool:
         """Whether rows can be read without the rest of their block."""
         return self._format.reads_rows
@@ -128,7 +134,7 @@ class FileSource:
 
     def _is_kept(self, shuffle: Shuffle) -> bool:
         """Return whether all blocks are kept in memory."""
-        is_random = not self._format.reads_rows and shuffle.mode == "full" and shuffle.seed is not None
+        is_random = not self.reads_rows and shuffle.mode == "full" and shuffle.seed is not None
         return is_random and self.is_small
 
     @property
@@ -199,7 +205,7 @@ class FileSource:
     def reader(self, shuffle: Shuffle) -> EpochReader:
         """Return a reader for an epoch. It keeps blocks whose other rows are needed soon."""
         is_kept = self._is_kept(shuffle)
-        if shuffle.mode == "full" and not is_kept and (self._format.reads_rows or shuffle.seed is not None):
+        if shuffle.mode == "full" and not is_kept and (self.reads_rows or shuffle.seed is not None):
             return EpochReader(self.read)
         cache = BlockCache(self._load, np.diff(self._block_starts), keep=is_kept)
         return EpochReader(lambda indices: self.read(indices, cache), cache.next_batch)
@@ -210,7 +216,7 @@ class FileSource:
         Args:
             cache: Keeps each block for later calls.
         """
-        by_block = cache is not None or not self._format.reads_rows
+        by_block = cache is not None or not self.reads_rows
         starts = self._block_starts if by_block else self._file_starts
         places = np.argsort(indices, kind="stable")
         ascending = indices[places]

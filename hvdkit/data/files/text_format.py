@@ -33,6 +33,7 @@ class LineFormat(RecordFormat):
     def __init__(self, header_lines: int = 0, on_error: OnError = "raise"):
         super().__init__(on_error)
         self._header_lines = header_lines
+        self.damage_key += f", {header_lines} of them headers"
 
     def find_offsets(self, file: OpenFile) -> np.ndarray:
         """Return the offset of each line, and the end of the file."""
@@ -84,8 +85,7 @@ class DelimitedFormat(LineFormat):
         self._delimiter, self._fill = delimiter, dict(fill)
         self._parse_options = csv.ParseOptions(delimiter=delimiter, quote_char=False, ignore_empty_lines=False)
         self._convert_options = csv.ConvertOptions(column_types=self._types, strings_can_be_null=False)
-        if self.skips:  # which lines are damaged depends on the number of values
-            self.kind = f"lines after {header_lines} of {len(columns)} values between {delimiter!r}"
+        self.damage_key += f", of {len(columns)} values between {delimiter!r}"
 
     def contents(self, pieces: Sequence[bytes], file: File, numbers: np.ndarray) -> list[bytes]:
         """Return lines with their ends, after counting their values."""

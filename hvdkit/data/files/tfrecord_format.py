@@ -33,6 +33,8 @@ class TFRecordFormat(RecordFormat):
 
     def __init__(self, parse: Parse, on_error: OnError = "raise"):
         super().__init__(on_error)
+        if self.skips:  # the offsets end where a length is damaged
+            self.offsets_key += ", without the end"
         self._parser = Parser(parse)
 
     def find_offsets(self, file: OpenFile) -> np.ndarray:
