@@ -39,6 +39,7 @@ STAYS_ANY = {
         "data.files.*.load*.return",
         "data.files.*.take.return",
         "data.files.source.FileSource.*",
+        "data.mixtures.Mixture.*.return",
         "optimizer.tape.DistributedGradientTape.gradient.*",
         "supervisor.session.Supervisor.batches.return",
         "training.*.sample_weight",

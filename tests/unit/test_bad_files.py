@@ -287,8 +287,7 @@ def test_a_change_in_the_middle_of_an_epoch_is_an_error(name, change, tmp_path, 
 @pytest.mark.parametrize("seed", [None, 1])
 def test_an_array_that_is_cut_under_the_run_is_named(tmp_path, array, seed):
     np.save(tmp_path / "a.npy", array)
-    batches = GlobalBatches(hk.data.npy(tmp_path), 64, shuffle_seed=seed, rank=0, size=1)
-    next(batches)
+    batches = GlobalBatches(hk.data.npy(tmp_path), 64, shuffle_seed=seed, rank=0, size=1)  # the file stays open
     os.truncate(tmp_path / "a.npy", 5000)  # reading a map beyond the end would be a SIGBUS
     with pytest.raises(hk.DataError, match=r"a\.npy (ends at byte|has changed|is not a whole)"):
         for _ in batches:

@@ -98,7 +98,8 @@ class _Array:
         if isinstance(array, _RemoteRows):
             return array.rows(rows)
         if rows[-1] - rows[0] != len(rows) - 1 or not array.flags.c_contiguous:
-            self._file.require_whole()  # a map of what was cut off would end the process with SIGBUS
+            # A map of what was cut off would end the process with SIGBUS, and still does if a file is cut right here.
+            self._file.require_whole()
             return array[rows]
         found = aligned_empty((len(rows), *array.shape[1:]), array.dtype)
         start = self._start + int(rows[0]) * (array.nbytes // len(array))
