@@ -118,7 +118,8 @@ def _found_at(path: str, suffixes: tuple[str, ...]) -> tuple[AbstractFileSystem,
     filesystem.invalidate_cache()  # of earlier listings
     root, found = name, {}
     wildcard = _WILDCARDS.search(name)
-    is_page = name.endswith("/") and "http" in filesystem.protocol  # with links to files
+    is_http = "http" in filesystem.protocol
+    is_page = is_http and name.endswith("/")  # with links to files
     if is_page:
         found = {name: {"type": "directory"}}
     elif wildcard is None or "*" not in name or is_local(filesystem):  # names and URLs may contain "?" and "["
@@ -131,14 +132,14 @@ def _found_at(path: str, suffixes: tuple[str, ...]) -> tuple[AbstractFileSystem,
     if is_folder:
         options = {"on_error": "raise"} if is_page else {}
         listed = retrying(filesystem, filesystem.find, name, detail=True, patience=_LISTING, **options)
-        if is_page:  # without links that sort it, and without the page itself, which has no type
-            listed = {each: info for each, info in listed.items() if "type" in info and not {"?", "#"} & {*each}}
-        found = {each: info for each, info in listed.items() if each.endswith(suffixes or "")}
+        # A page without links has itself in its list, without a type.
+        found = {each: info for each, info in listed.items() if "type" in info and each.endswith(suffixes or "")}
     first = 1 if root and not root.endswith("/") else 0  # what follows "train" in "train*" is no name of its own
     files = {}
     for each, info in sorted(found.items()):
         parts = [part for part in each.removeprefix(root).split("/")[first:] if part != "."]
-        if any(part.startswith(("_", ".")) for part in parts):
+        sorts_page = is_http and each != name and any(mark in each for mark in "?#")
+        if sorts_page or any(part.startswith(("_", ".")) for part in parts):
             continue
         if info.get("islink") and each != name:
             info = retrying(filesystem, filesystem.info, each)  # of the file, not of the link
