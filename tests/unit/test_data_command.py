@@ -84,9 +84,9 @@ def test_an_index_that_cannot_be_kept_is_reported(tmp_path, capsys, monkeypatch,
     (tmp_path / "b.tsv").write_text("1\t2\n" * 1000)
     folders = lambda file, kind: [tmp_path / "file" / "offsets"]  # noqa: E731
     monkeypatch.setattr(offsets, "_cache_paths", folders)
-    offsets._warn.cache_clear()
     assert main(["data", "index", str(tmp_path / "*.tsv")]) == 0
-    assert (caplog.text + capsys.readouterr().err).count("cannot keep the offsets") == 1
+    shown = caplog.text, capsys.readouterr().err  # by pytest, or by the log's own handler
+    assert max(text.count("cannot keep the offsets") for text in shown) == 1
 
 
 def test_index_says_when_there_is_nothing_to_keep(folder, capsys):

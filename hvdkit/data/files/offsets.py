@@ -12,6 +12,7 @@ import json
 import os
 import re
 import secrets
+import threading
 import time
 from collections.abc import Callable
 from functools import cache
@@ -31,6 +32,8 @@ _LARGE_CACHE = 2**18  # bytes; each that is mapped keeps a file open
 _ABANDONED = 3600  # seconds after which a temporary file is that of a process that was killed
 _TEMPORARY = re.compile(r"(\..+\.[0-9a-f]{8}|[0-9a-f]{16})\.offsets\.[0-9a-f]{8}")
 Scan = Callable[[OpenFile], np.ndarray]
+_reported: set[str] = set()
+_lock = threading.Lock()
 
 
 def offsets_of(file: File, kind: str, scan: Scan) -> np.ndarray:
@@ -61,9 +64,12 @@ def offsets_of(file: File, kind: str, scan: Scan) -> np.ndarray:
     return offsets
 
 
-@cache
 def _warn(problems: str) -> None:
-    """Warn the user, once for each folder of data, that offsets cannot be kept."""
+    """Warn the user, once for each folder of data, that offsets cannot be kept. Several threads may call this."""
+    with _lock:
+        if problems in _reported:
+            return
+        _reported.add(problems)
     get_logger().warning("data: cannot keep the offsets of records, so each start finds them again: %s", problems)
 
 
