@@ -91,15 +91,16 @@ class GrowingFiles:
                 damaged.
             CollectiveMismatchError: Ranks call this at different epochs, or see different files.
         """
+        replaces = self.growth == "replace" and (epoch > self.first_epoch or self.begun.is_set())
         if cluster.is_initialized():
             remedy = "call add_new_files at the end of the same epoch on every rank"
-            agreement.agree(cluster.exchange(), lambda: (epoch, step), "epoch and step of new files", remedy)
+            agreement.agree(cluster.exchange(), lambda: (epoch, step, replaces), "epoch and step of new files", remedy)
         listed = self.listed.listed_again()
         known = {*self.source.names, *self.earlier}
         new = [name for name in listed.names if name not in known]
         if not new:
             return None
-        if self.growth == "replace" and (epoch > self.first_epoch or self.begun.is_set()):
+        if replaces:
             if sum(listed.rows_of(name) for name in new) < min_rows:
                 return None
             names, earlier = new, (*self.earlier, *self.source.names)
