@@ -366,7 +366,8 @@ def is_chief() -> bool:
 def shutdown() -> None:
     """Leave the world. Every rank must call it; without ``hk.init`` it has no effect.
 
-    A script that ends normally does not need it. Afterwards ``hk.init`` may be called again, e.g. with another mesh,
+    A script that ends normally does not need it. With process sets or a mesh, it waits until the other ranks have
+    called it or ended. Afterwards ``hk.init`` may be called again, e.g. with another mesh,
     but not under ``horovodrun --gloo``.
 
     Examples:
@@ -383,7 +384,7 @@ def shutdown() -> None:
         if _world is not None:
             progress().end_profile(finish=True)
             atexit.unregister(_leave)
-            reporter().leave_world()
+            reporter().leave_world(runs_horovod=bool(_world.process_sets))
             _world.exchange.close()
             _world.end_horovod()
             _world = None
@@ -391,11 +392,14 @@ def shutdown() -> None:
 
 
 def _leave() -> None:
-    """At the interpreter's exit, notify the other ranks, then shut Horovod down, which ends their collectives."""
+    """At the interpreter's exit, notify the other ranks, then shut Horovod down, which ends their collectives.
+
+    Process sets without this rank may still need Horovod; then it is shut down once they have ended.
+    """
     global _world
     if _world is None or os.getpid() != reporter().pid or ending().begun:
         return
-    reporter().leave()
+    reporter().leave(runs_horovod=bool(_world.process_sets))
     if progress().profile is not None:
         progress().end_profile(finish=reporter().await_others())
     _world.exchange.close()

@@ -155,7 +155,7 @@ class Sentinel(ABC):
             self.rank.begin_training(message, now)
             self.released = False
         elif isinstance(message, Leaving):
-            self.rank.leaving = True
+            self.rank.leaving = message
         elif isinstance(message, Unwound):
             self.timers.pop(self._end_at_deadline, None)
             if self.kill in self.timers:
@@ -221,7 +221,7 @@ class Sentinel(ABC):
         elif self.rank.training is not None and self.send_to_rank(order):
             self.timers[self._end_at_deadline] = now + order.unwind
             self.timers[self.kill] = now + order.unwind + _KILL_SECONDS
-            if self.rank.leaving:
+            if self.rank.leaving is not None:
                 self.timers[self.kill] += _SHUTDOWN_SECONDS
         else:
             self.rank.end(signal.SIGTERM)

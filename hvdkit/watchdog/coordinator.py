@@ -49,6 +49,8 @@ _GATHER_SECONDS = 0.25
 # Seconds that a leaving rank waits for the others to leave as well; and seconds that an error caused by another rank
 # waits for that rank's own report.
 _LEAVE_SECONDS = 2.0
+# Seconds for which all other ranks are idle, after which they count as waiting for a rank that has left.
+_NEEDED_SECONDS = 8.0
 # Seconds for other ranks to report their own errors after a program that does not use hvdkit has failed.
 _OTHERS_SECONDS = 1.0
 # Seconds for a rank to replace its killed sentinel; with hvdkit run, sentinels are not replaced.
@@ -213,7 +215,7 @@ class Coordinator:
             is_explained = not message.follows or bool(self._finished)
             self._decide_at(now + (_GATHER_SECONDS if is_explained else _LEAVE_SECONDS))
         elif isinstance(message, Leaving):
-            member.script_ended_at = now
+            member.script_ended_at, member.runs_horovod = now, message.runs_horovod
             self._awaiting_release[member.rank] = member
             self._finished.add(member.rank)
             self._record(member, message, now)
@@ -227,7 +229,7 @@ class Coordinator:
             member.flight = message
 
     def _handle_status(self, member: Member, status: Status, now: float) -> None:
-        member.status = status
+        member.status, member.status_at = status, now
         member.clock_difference = min(member.clock_difference, now - status.now)
         (self._stopped_ranks.discard if status.stopped is None else self._stopped_ranks.add)(member.rank)
         if not self.settings.check:
@@ -336,15 +338,28 @@ class Coordinator:
             self._decide(now)
 
     def _release_finished(self, now: float) -> None:
-        """Release ranks whose scripts have ended: immediately once all have ended, otherwise after a delay."""
+        """Release ranks whose scripts have ended: immediately once all have ended, otherwise once they are needed."""
         all_leave = len(self._awaiting_release) == len(self._running) and len(self.members) == self._size
         while self._awaiting_release:
             member = next(iter(self._awaiting_release.values()))
-            if not all_leave and now - (member.script_ended_at or now) <= _LEAVE_SECONDS:
+            if not all_leave and not self._is_needed(member, now):
                 return  # the others ended later
             del self._awaiting_release[member.rank]
             member.released = Release(all_leave=all_leave)
             member.send(member.released)
+
+    def _is_needed(self, member: Member, now: float) -> bool:
+        """Return True if other ranks may be waiting for this one, whose script has ended.
+
+        Without process sets, they wait at their next collective, and learn it as soon as Horovod shuts down.
+        """
+        ended_at = now if member.script_ended_at is None else member.script_ended_at
+        if not member.runs_horovod or now - ended_at <= _LEAVE_SECONDS:
+            return now - ended_at > _LEAVE_SECONDS
+        if self.settings.patience and now - ended_at > _WAITING_FACTOR * self.settings.patience:
+            return True
+        others = (one for one in self._running.values() if one.rank not in self._awaiting_release)
+        return all(min(one.status.idle, one.status_at - ended_at) > _NEEDED_SECONDS for one in others)
 
     def _postpone_silence(self, seconds: float) -> None:
         for member in self._running.values():

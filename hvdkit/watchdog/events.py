@@ -160,9 +160,16 @@ class Failed(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Leaving(Message):
-    """The rank's script has ended; its interpreter waits for :class:`Release` before it shuts Horovod down."""
+    """The rank's script has ended, or it has called ``hk.shutdown()``. Its process waits for :class:`Release`.
+
+    Attributes:
+        step: steps trained, or None.
+        runs_horovod: Horovod runs until the release, because process sets without this rank may still need it: if one
+            rank shuts Horovod down, it stops on all ranks.
+    """
 
     step: int | None = None
+    runs_horovod: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,10 @@ class Member:
     last_heard: float
     peer: Peer | None = None  # None: the sentinel in this process
     status: Status = field(default_factory=Status)
+    status_at: float = -math.inf  # when the status arrived
     is_training: bool = False  # has called hk.init(), and can exit normally
     script_ended_at: float | None = None
+    runs_horovod: bool = False  # after its script has ended, see Leaving
     released: Release | None = None
     exited: Exited | None = None
     lost_at: float | None = None  # when its sentinel went away although the rank had not ended

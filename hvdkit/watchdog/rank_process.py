@@ -9,7 +9,7 @@ import socket
 from hvdkit.machine import processes
 from hvdkit.watchdog.activity import Activity
 from hvdkit.watchdog.channel import Connection
-from hvdkit.watchdog.events import Collectives, Status, Training
+from hvdkit.watchdog.events import Collectives, Leaving, Status, Training
 from hvdkit.watchdog.flight_recorder import CollectiveRecord, FlightReader
 
 # Seconds in a collective after which it is reported: another rank may wait for this one in another collective.
@@ -26,7 +26,7 @@ class RankProcess:
         training: the rank's message that it called ``hk.init()``, or None.
         busy: the reason of an open ``hk.busy``, or None.
         stopped_at: when it was first seen stopped, or None.
-        leaving: True once its script has ended.
+        leaving: the rank's message that its script has ended, or None.
         has_ended: True once the process has ended, after which its PID may be reused, or has left the world.
     """
 
@@ -36,7 +36,8 @@ class RankProcess:
         self.training: Training | None = None
         self.busy: str | None = None
         self.stopped_at: float | None = None
-        self.leaving = self.has_ended = False
+        self.leaving: Leaving | None = None
+        self.has_ended = False
         self._reader: FlightReader | None = None
         self._status_pipe: int | None = None
         self._activity: Activity | None = None
@@ -55,7 +56,7 @@ class RankProcess:
 
         Any other PID belongs to a container's namespace, and could be any process on this host.
         """
-        self.training, self.leaving = training, False
+        self.training, self.leaving = training, None
         if training.pid in (self.pid, *processes.descendants(os.getpid())):
             self.pid = training.pid
         self._activity = Activity(self.pid, training.waiters, now)
@@ -117,7 +118,7 @@ class RankProcess:
         idle, waits = self._activity.idle(state, now), None
         if state.waiting and now - state.since > _WAITED_SECONDS:
             waits = self._reader.record(state.waiting)
-        idle = 0.0 if self.busy is not None or self.leaving or stopped is not None else idle
+        idle = 0.0 if self.busy is not None or self.leaving is not None or stopped is not None else idle
         return Status(
             step=state.step, idle=idle, count=state.count, stopped=stopped, busy=self.busy, waits=waits, now=now
         )

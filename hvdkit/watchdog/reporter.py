@@ -78,7 +78,8 @@ class Reporter:
         self._answered = threading.Event()
         self._released = threading.Event()
         self._closed = False
-        self._leaving = False
+        self._leaving: Leaving | None = None
+        self._is_exiting = False
         self._under_run = False
         self._all_leave = False
         self._finalize: Callable[[], None] = lambda: None
@@ -103,7 +104,8 @@ class Reporter:
             In rank 0, the offer with which other ranks reach the coordinator, see :meth:`join`; otherwise "".
         """
         self._rank = launched.rank
-        self._closed = self._leaving = self._all_leave = False
+        self._closed = self._is_exiting = self._all_leave = False
+        self._leaving = None
         self._answered.clear()
         self._released.clear()
         settings = WatchdogSettings.from_environment()
@@ -171,8 +173,7 @@ class Reporter:
     def _send_state(self) -> None:
         """Send this rank's state to a new sentinel."""
         busy = None if self.reason is None else Busy(reason=self.reason)
-        leaving = Leaving(step=self.recorder.step) if self._leaving else None
-        for message in (self._connect, self._training, busy, leaving):
+        for message in (self._connect, self._training, busy, self._leaving):
             if message is not None:
                 self.send(message)
 
@@ -249,7 +250,7 @@ class Reporter:
 
     def _sample(self) -> None:
         """Record the collectives noted by this rank's graphs, unless the interpreter is about to exit."""
-        if self._leaving or self._closed or ending().begun:
+        if self._is_exiting or self._closed or ending().begun:
             return
         try:
             self.recorder.sampler()
@@ -277,7 +278,9 @@ class Reporter:
             self._all_leave = order.all_leave
             self._released.set()
             self._answered.set()
-        elif isinstance(order, End) and not self._leaving:
+        elif isinstance(order, End) and self._is_exiting:
+            self._released.set()
+        elif isinstance(order, End):
             if not order.unwind:
                 end_process(order.code)
             self._must_finalize = order.finalize
@@ -356,12 +359,23 @@ class Reporter:
         self._closed = True
         self.uncaught.remove()
 
-    def leave(self) -> None:
-        """Report that this rank's script has ended."""
+    def leave(self, *, runs_horovod: bool) -> None:
+        """Report that this rank's script has ended.
+
+        Args:
+            runs_horovod: process sets without this rank may still need Horovod: wait until they have ended as well, or
+                wait for this rank.
+        """
         self._answered.clear()
-        self._leaving = True
+        self._is_exiting = True
         self._resume_sentinel()
-        self.send(Leaving(step=self.recorder.step))
+        self._report_leaving(runs_horovod)
+
+    def _report_leaving(self, runs_horovod: bool) -> None:
+        self._leaving = Leaving(step=self.recorder.step, runs_horovod=runs_horovod)
+        self.send(self._leaving)
+        if runs_horovod and self.is_watched:
+            self._released.wait()
 
     def await_others(self) -> bool:
         """After :meth:`leave`: wait a limited time for the other ranks; return True if all scripts have ended."""
@@ -369,9 +383,9 @@ class Reporter:
             self._answered.wait(_ANSWER_SECONDS)
         return self._all_leave or not self.is_watched
 
-    def leave_world(self) -> None:
-        """Leave the world; the process continues."""
-        self.send(Leaving(step=self.recorder.step))
+    def leave_world(self, *, runs_horovod: bool) -> None:
+        """Leave the world; the process continues. See :meth:`leave`."""
+        self._report_leaving(runs_horovod)
         self.remove()
         connected = self._socket
         if connected is not None and not self._under_run:

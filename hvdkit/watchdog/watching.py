@@ -12,7 +12,7 @@ from functools import partial
 from hvdkit.machine import processes
 from hvdkit.watchdog.base import Sentinel
 from hvdkit.watchdog.channel import Offer, connect
-from hvdkit.watchdog.events import Connect, End, Exited, Joined, Leaving, Left, Message
+from hvdkit.watchdog.events import Connect, End, Exited, Joined, Left, Message
 from hvdkit.watchdog.lines import write_line
 from hvdkit.watchdog.rank_process import RankProcess
 
@@ -84,7 +84,7 @@ class WatchingSentinel(Sentinel):
             )
 
             def warn() -> None:
-                if not self.rank.leaving:
+                if self.rank.leaving is None:
                     write_line(warning)
 
             self.timers[warn] = time.monotonic() + _WARN_SECONDS
@@ -100,8 +100,8 @@ class WatchingSentinel(Sentinel):
                 self.uplink, self.welcome = self._connect_again(remaining)
                 if self.rank.training is not None:
                     self.report(self.rank.training)
-                if self.rank.leaving:
-                    self.report(Leaving(step=self.rank.step))
+                if self.rank.leaving is not None:
+                    self.report(self.rank.leaving)
                 return
         if self._connect.speaks:
             step = "" if self.rank.step is None else f" at step {self.rank.step}"

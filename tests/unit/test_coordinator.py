@@ -306,6 +306,38 @@ def test_a_single_rank_that_leaves_is_released_after_a_while_and_not_blamed():
     assert_goes_on(job)
 
 
+def test_with_process_sets_a_rank_is_released_once_all_others_wait():
+    job = Job(3)
+    job.status = [Status(idle=20.0), Status(idle=20.0), Status(idle=0.5)]  # rank 2 computes, and rank 0 waits for it
+    job.say(1, Leaving(runs_horovod=True))
+    job.run(60)
+    assert job.heard(1, Release) == 0
+    job.status[2] = Status(idle=20.0)
+    job.run(3)
+    assert job.sent[1] == [Release()] and not job.sent[0]
+
+
+def test_idle_time_before_a_rank_left_does_not_count():
+    job = Job(2)
+    job.status[0] = Status(idle=20.0)  # waited for rank 1
+    job.run(5)
+    job.say(1, Leaving(runs_horovod=True))
+    job.run(7)
+    assert job.heard(1, Release) == 0
+    job.run(4)
+    assert job.heard(1, Release) == 1
+
+
+def test_with_process_sets_the_watchdog_limits_the_wait_for_ranks_that_never_pause():
+    job = Job(2, patience=10.0)
+    job.status[0] = Status(idle=0.0)
+    job.say(1, Leaving(runs_horovod=True))
+    job.run(59)
+    assert job.heard(1, Release) == 0
+    job.run(2)
+    assert job.heard(1, Release) == 1
+
+
 def test_a_rank_that_others_still_needed_is_blamed():
     job = Job(3)
     job.status[0] = Status(step=20)

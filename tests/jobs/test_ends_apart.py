@@ -1,0 +1,61 @@
+"""Ranks of different process sets may end at different times: Horovod runs until the last set has ended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from helpers.jobs import call, environment
+from helpers.jobs_that_fail import LAUNCHERS, PATHS
+from helpers.speed import scaled
+
+# Ranks 1 and 3 train 1 step, ranks 0 and 2 train 8, eager and graph collectives in turn.
+TRAIN = """
+    import time
+    import tensorflow as tf
+    import hvdkit as hk
+    cluster = hk.init(mesh={"data": 2, "model": 2})
+    step = tf.function(lambda x: hk.allreduce(x, hk.Sum, process_set="data"))
+    for number in range(1 if cluster.rank % 2 else 8):
+        time.sleep(0.5 * SLOWDOWN)
+        total = step(tf.ones([8])) if number % 2 else hk.allreduce(1.0, hk.Sum, process_set="data")
+    print(f"rank {cluster.rank}: {number + 1} steps", flush=True)
+"""
+NEEDED = "if cluster.rank % 2 == 0: hk.allreduce(tf.ones(3))"
+JOBS = [
+    ("mpirun", ""),
+    ("mpirun", "hk.shutdown()"),
+    ("horovodrun --gloo", ""),
+    ("hvdkit run", ""),
+    ("mpirun", NEEDED),
+]
+
+
+def run(launcher, end):
+    """Run the script with the last line ``end``."""
+    script = textwrap.dedent(TRAIN).replace("SLOWDOWN", scaled(1)) + end
+    env = environment(PYTHONPATH=PATHS, TF_CPP_MIN_LOG_LEVEL="2", HVDKIT_HEARTBEAT_SECONDS=scaled(3))
+    command = [*LAUNCHERS[launcher], "-np", "4", sys.executable, "-c", script]
+    return call(command, env=env, stderr=subprocess.STDOUT)
+
+
+@pytest.fixture(scope="module")
+def endings(request):
+    """Run the jobs of all selected tests, two at a time; yield their futures."""
+    chosen = [item.callspec.params for item in request.session.items if item.path == request.path]
+    with ThreadPoolExecutor(2) as pool:
+        yield {(job["launcher"], job["end"]): pool.submit(run, job["launcher"], job["end"]) for job in chosen}
+
+
+@pytest.mark.parametrize(("launcher", "end"), JOBS)
+def test_sets_that_end_at_different_times(endings, launcher, end):
+    done = endings[launcher, end].result()
+    for rank in range(4):
+        assert f"rank {rank}: {1 if rank % 2 else 8} steps" in done.stdout, done.stdout
+    if end == NEEDED:  # ranks 0 and 2 wait for all ranks after the others have ended
+        assert done.returncode and "ended before the others: rank" in done.stdout, done.stdout
+    else:
+        assert done.returncode == 0 and "hvdkit" not in done.stdout, done.stdout
