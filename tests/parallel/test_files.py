@@ -1,5 +1,6 @@
 """Files as sources on real ranks: each scans a part, all see the same files, hk.fit equals one process."""
 
+import copy
 import gc
 import os
 import threading
@@ -149,6 +150,11 @@ def test_new_files_are_found_by_all_ranks_together(shared_path, rank, size):
     if size > 1:
         with pytest.raises(hk.CollectiveMismatchError, match=r"epoch and step of new files: .* on rank"):
             mine.add_new_files(epoch=4 + (rank == size - 1))
+        unread = hk.data.GlobalBatches(source, 24, **options)
+        if rank == size - 1:  # only there, new files would replace those of this epoch in the next one
+            next(copy.copy(unread))
+        with pytest.raises(hk.CollectiveMismatchError, match=r"epoch and step of new files: .*True.* on rank"):
+            unread.add_new_files()
 
 
 def test_a_supervisor_restores_the_files_of_a_growing_run(shared_path):
