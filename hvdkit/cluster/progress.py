@@ -66,8 +66,8 @@ class Progress:
     def end_profile(self, *, finish: bool) -> None:
         """Stop recording; with ``finish``, merge the records of all ranks, all of which must call it."""
         profile, self.profile = self.profile, None
-        if profile is not None and finish:
-            profile.finish()
+        if profile is not None:
+            (profile.finish if finish else profile.give_up)()
 
 
 @cache

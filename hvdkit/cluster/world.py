@@ -394,13 +394,16 @@ def shutdown() -> None:
 def _leave() -> None:
     """At the interpreter's exit, notify the other ranks, then shut Horovod down, which ends their collectives.
 
-    Process sets without this rank may still need Horovod; then it is shut down once they have ended.
+    Process sets without this rank may still need Horovod, and so does a profile that has not been written; then it is
+    shut down once the other ranks have ended as well.
     """
     global _world
     if _world is None or os.getpid() != reporter().pid or ending().begun:
         return
-    reporter().leave(runs_horovod=bool(_world.process_sets))
-    if progress().profile is not None:
+    profile = progress().profile
+    is_profiled = profile is not None and not profile.is_finished
+    reporter().leave(runs_horovod=bool(_world.process_sets) or is_profiled)
+    if is_profiled:
         progress().end_profile(finish=reporter().await_others())
     _world.exchange.close()
     _world.end_horovod()

@@ -192,6 +192,16 @@ class Recorder:
             if self._folder is not None:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
+    @property
+    def is_finished(self) -> bool:
+        """True once the profiles of all ranks have been collected."""
+        return self._finished
+
+    def give_up(self) -> None:
+        """Report that the profile cannot be collected, because this rank ends before others."""
+        if not self._finished:
+            self._log("profile: not written, because ranks ended at different times; end the program with hk.barrier()")
+
     def _read(self) -> bytes:
         """Add TensorFlow's and Horovod's output to the profile; return the content of TensorFlow's file."""
         if self._folder is None:

@@ -358,7 +358,7 @@ class Coordinator:
             return now - ended_at > _LEAVE_SECONDS
         if self.settings.patience and now - ended_at > _WAITING_FACTOR * self.settings.patience:
             return True
-        others = (one for one in self._running.values() if one.rank not in self._awaiting_release)
+        others = (one for one in self._running.values() if one.script_ended_at is None)
         return all(min(one.status.idle, one.status_at - ended_at) > _NEEDED_SECONDS for one in others)
 
     def _postpone_silence(self, seconds: float) -> None:

@@ -164,8 +164,8 @@ class Leaving(Message):
 
     Attributes:
         step: steps trained, or None.
-        runs_horovod: Horovod runs until the release, because process sets without this rank may still need it: if one
-            rank shuts Horovod down, it stops on all ranks.
+        runs_horovod: Horovod runs until the release, because process sets without this rank, or a profile, may still
+            need it: if one rank shuts Horovod down, it stops on all ranks.
     """
 
     step: int | None = None

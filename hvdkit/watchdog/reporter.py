@@ -363,8 +363,7 @@ class Reporter:
         """Report that this rank's script has ended.
 
         Args:
-            runs_horovod: process sets without this rank may still need Horovod: wait until they have ended as well, or
-                wait for this rank.
+            runs_horovod: Horovod may still be needed: wait until the other ranks have ended as well, or are waiting.
         """
         self._answered.clear()
         self._is_exiting = True

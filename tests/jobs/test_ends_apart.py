@@ -1,4 +1,4 @@
-"""Ranks of different process sets may end at different times: Horovod runs until the last set has ended."""
+"""Ranks may end at different times if process sets or a profile still need Horovod: it runs until the last has ended."""
 
 from __future__ import annotations
 
@@ -23,6 +23,20 @@ TRAIN = """
         time.sleep(0.5 * SLOWDOWN)
         total = step(tf.ones([8])) if number % 2 else hk.allreduce(1.0, hk.Sum, process_set="data")
     print(f"rank {cluster.rank}: {number + 1} steps", flush=True)
+"""
+PROFILED = """
+    import time
+    import tensorflow as tf
+    import hvdkit as hk
+    cluster = hk.init()
+    x = tf.Variable(1.0)
+    for _ in range(9):
+        with hk.DistributedGradientTape(tf.GradientTape()) as tape:
+            y = x * x
+        tape.gradient(y, [x])
+    if cluster.is_chief:
+        with hk.busy("uploading"):
+            time.sleep(4)
 """
 NEEDED = "if cluster.rank % 2 == 0: hk.allreduce(tf.ones(3))"
 JOBS = [
@@ -59,3 +73,12 @@ def test_sets_that_end_at_different_times(endings, launcher, end):
         assert done.returncode and "ended before the others: rank" in done.stdout, done.stdout
     else:
         assert done.returncode == 0 and "hvdkit" not in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+def test_a_profile_is_written_if_the_chief_ends_later(launcher, tmp_path):
+    env = environment(PYTHONPATH=PATHS, TF_CPP_MIN_LOG_LEVEL="2", HVDKIT_PROFILE=f"{tmp_path}:5-7")
+    command = [*LAUNCHERS[launcher], "-np", "2", sys.executable, "-c", textwrap.dedent(PROFILED)]
+    done = call(command, env=env, stderr=subprocess.STDOUT)
+    assert done.returncode == 0 and "profile: " in done.stdout and "not written" not in done.stdout, done.stdout
+    assert (tmp_path / "profile.json").exists()

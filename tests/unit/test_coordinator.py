@@ -317,6 +317,17 @@ def test_with_process_sets_a_rank_is_released_once_all_others_wait():
     assert job.sent[1] == [Release()] and not job.sent[0]
 
 
+def test_a_rank_does_not_wait_for_one_that_was_released_and_waits_in_mpi():
+    job = Job(2)
+    job.status[0] = Status(idle=20.0)
+    job.say(1, Leaving(runs_horovod=True))
+    job.run(15)
+    assert job.heard(1, Release) == 1
+    job.say(0, Leaving(runs_horovod=True))
+    job.run(3)
+    assert job.heard(0, Release) == 1
+
+
 def test_idle_time_before_a_rank_left_does_not_count():
     job = Job(2)
     job.status[0] = Status(idle=20.0)  # waited for rank 1
