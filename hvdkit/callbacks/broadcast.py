@@ -8,7 +8,7 @@ import keras
 
 from hvdkit.layers import synchronize_batch_normalization
 from hvdkit.optimizer.mixins import ranks_of
-from hvdkit.sharding.variables import SEED_STATE, broadcast_variables
+from hvdkit.sharding.variables import broadcast_variables
 from hvdkit.supervisor.divergence import check_first_update
 
 
@@ -61,9 +61,7 @@ class BroadcastInitial(keras.callbacks.Callback):
         optimizer = self.model.optimizer
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
-        # Don't broadcast states of random generators: equal states would give equal dropout masks on every rank.
-        weights = [v for v in self.model.variables if v.name != SEED_STATE]
-        broadcast_variables([*weights, *optimizer.variables], self.root)
+        broadcast_variables([*self.model.variables, *optimizer.variables], self.root)
         self._done = True
 
 

@@ -34,6 +34,7 @@ class SupervisorCallback(keras.callbacks.Callback):
         data: the ``GlobalBatches`` whose ``as_keras()`` is passed to ``fit``; its position is saved. Without it,
             ``fit`` resumes at the beginning of its last epoch.
         variables: as for ``hk.Supervisor``.
+        save_epochs: also save at the end of epochs, as long as saves take less than a tenth of the time.
         state: as for ``hk.Supervisor``. States of hvdkit's callbacks (warm-up, step counts) are also saved.
         **options: any other argument of ``hk.Supervisor``: ``save_model_secs``, ``max_to_keep``, ...
 
@@ -70,12 +71,13 @@ class SupervisorCallback(keras.callbacks.Callback):
         data: GlobalBatches | None = None,
         variables: Iterable[AnyVariable] = (),
         state: Mapping[str, Any] | None = None,
+        save_epochs: bool = False,
         **options: Any,
     ):
         super().__init__()
         self.supervisor: Supervisor | None = None
         self._logdir, self._until, self._data, self._options = logdir, until, data, options
-        self._variables, self._state = list(variables), dict(state or {})
+        self._variables, self._state, self._save_epochs = list(variables), dict(state or {}), save_epochs
         self._epoch_steps = 0  # steps done in this epoch
         self._remaining_steps = 0  # steps left in an epoch that an earlier run began; 0 for any other epoch
         self._step_counters: list[Any] = []
@@ -139,6 +141,8 @@ class SupervisorCallback(keras.callbacks.Callback):
         if getattr(self.model.optimizer, "use_ema", False):
             # At the end of fit, Keras replaces the weights by their averages before it calls on_train_end.
             self._session.save(wait=False)
+        elif self._save_epochs:
+            self._session.end_epoch()
         if self._remaining_steps and self._data is not None:
             self._remaining_steps = 0
             self._data.restore(self._data.state_at(self._session.global_step))  # the next pass starts here

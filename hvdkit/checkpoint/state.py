@@ -20,10 +20,11 @@ from hvdkit.sharding.shards import (
     flat_shard_of,
     holding_of,
     is_local,
+    is_seed_state,
     piece_states,
     shard_of,
 )
-from hvdkit.sharding.variables import SEED_STATE, variable_name
+from hvdkit.sharding.variables import variable_name
 
 
 @runtime_checkable
@@ -172,7 +173,7 @@ def _add_sharded_layers(state: State, name: str, layer: Any) -> set[int]:
 
 def _per_rank_variables(layer: Any) -> tuple[set[int], set[int]]:
     """Return the ids of the per-rank variables: generator states, and moving statistics."""
-    seeds = {id(v) for v in layer.variables if v.name == SEED_STATE}
+    seeds = {id(v) for v in layer.variables if is_seed_state(v)}
     statistics = {
         id(v)
         for sublayer in layer._flatten_layers()

@@ -366,8 +366,8 @@ def is_chief() -> bool:
 def shutdown() -> None:
     """Leave the world. Every rank must call it; without ``hk.init`` it has no effect.
 
-    A script that ends normally does not need it. With process sets or a mesh, it waits until the other ranks have
-    called it or ended. Afterwards ``hk.init`` may be called again, e.g. with another mesh,
+    A script that ends normally does not need it. With process sets, including those of a mesh, it waits until the
+    other ranks have called it, too, or have ended. Afterwards ``hk.init`` may be called again, e.g. with another mesh,
     but not under ``horovodrun --gloo``.
 
     Examples:
@@ -384,7 +384,7 @@ def shutdown() -> None:
         if _world is not None:
             progress().end_profile(finish=True)
             atexit.unregister(_leave)
-            reporter().leave_world(runs_horovod=bool(_world.process_sets))
+            reporter().leave_world(keeps_horovod=bool(_world.process_sets))
             _world.exchange.close()
             _world.end_horovod()
             _world = None
@@ -402,7 +402,7 @@ def _leave() -> None:
         return
     profile = progress().profile
     is_profiled = profile is not None and not profile.is_finished
-    reporter().leave(runs_horovod=bool(_world.process_sets) or is_profiled)
+    reporter().leave(keeps_horovod=bool(_world.process_sets) or is_profiled)
     if is_profiled:
         progress().end_profile(finish=reporter().await_others())
     _world.exchange.close()

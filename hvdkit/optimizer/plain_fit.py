@@ -27,7 +27,7 @@ from hvdkit.collectives.digests import digest, digest_of_batch, tf_variable
 from hvdkit.collectives.weak_registry import Attached
 from hvdkit.optimizer.caller import locals_of
 from hvdkit.sharding.shards import differs_by_rank
-from hvdkit.sharding.variables import SEED_STATE, broadcast_variables
+from hvdkit.sharding.variables import broadcast_variables
 
 _SAMPLED_ROWS = 64
 _REMEDY = "use hk.fit, or pass hk.callbacks.BroadcastInitial() and build the model before fit"
@@ -179,8 +179,7 @@ class FitMonitor:
                     compare(weights_of_ranks, "model", _REMEDY, ranks=exchange.ranks, show=lambda *_: differ)
                 got = "weights, slots or a learning rate that differ between ranks before the first step"
                 self.warn("weights", f"fit: got {got}: all ranks start with the chief's; {_REMEDY}")
-                weights = [v for v in model.variables if v.name != SEED_STATE]
-                broadcast_variables([v for v in [*weights, *slots] if _has_value(v)])
+                broadcast_variables([v for v in [*model.variables, *slots] if _has_value(v)])
             if isinstance(callbacks, keras.callbacks.CallbackList):
                 self._append_comparison(callbacks)
 

@@ -1,6 +1,7 @@
 """Registry of variables that are not replicated: shards, parts of sharded optimizer slots, and local variables.
 
-All other variables are replicated: equal on all ranks, with averaged gradients and the chief's initial values.
+States of Keras's random generators are not replicated either, and recognized by their name. All other variables are
+replicated: equal on all ranks, with averaged gradients and the chief's initial values.
 Optimizers, checkpoints and comparisons read the registry.
 """
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 AnyVariable: TypeAlias = "tf.Variable | keras.Variable"
 """A variable of TensorFlow or Keras."""
+_SEED_STATE = "seed_generator_state"
+"""Keras's name for the state of a random generator."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +136,13 @@ def is_local(variable: AnyVariable) -> bool:
 
 
 def differs_by_rank(variable: AnyVariable) -> bool:
-    """Return True if ranks hold different values in ``variable``: a shard, a sharded slot, or local values."""
-    return holding_of(variable) is not None
+    """Return True if ranks hold different values in ``variable``: a shard, a sharded slot, local values, a seed."""
+    return holding_of(variable) is not None or is_seed_state(variable)
+
+
+def is_seed_state(variable: AnyVariable) -> bool:
+    """Return True for the state of a random generator of Keras: equal states would give equal dropout masks."""
+    return str(variable.name).partition(":")[0].rpartition("/")[2] == _SEED_STATE
 
 
 def assign_whole(variable: AnyVariable, whole: tf.Tensor) -> None:

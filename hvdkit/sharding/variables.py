@@ -20,17 +20,15 @@ _BATCH_BYTES = 64 * 2**20
 _REMEDY = "build the same model on every rank"
 _Signature: TypeAlias = tuple[str, tuple[int, ...], str]
 
-SEED_STATE = "seed_generator_state"
-"""Keras's name for the state of a random generator, which differs between ranks."""
-
 
 def broadcast_variables(variables: Iterable[AnyVariable], root: int = 0) -> None:
     """Set every variable to its value on rank ``root``.
 
     Args:
         variables: TensorFlow or Keras variables, the same list (order, names, shapes, dtypes) on every rank;
-            e.g. ``model.variables + optimizer.variables`` of a built optimizer. Variables that are not replicated, such
-            as shards and sharded optimizer slots, are skipped.
+            e.g. ``model.variables + optimizer.variables`` of a built optimizer. Variables that are not replicated are
+            skipped: shards, sharded optimizer slots, and states of Keras's random generators, because equal ones would
+            give all ranks the same dropout masks.
         root: the rank whose values are sent.
 
     Raises:
@@ -67,8 +65,9 @@ def broadcast_variables(variables: Iterable[AnyVariable], root: int = 0) -> None
 def compare_variables(variables: Iterable[AnyVariable]) -> str:
     """Check that variables have the same values on all ranks, bit for bit; return a digest of the values.
 
-    Variables that are not replicated, such as shards and sharded optimizer slots, are skipped. Every rank must call it.
-    The cost is a digest of all values (XXH3, about as fast as memory is read) and one small exchange.
+    Variables that are not replicated, such as shards, sharded optimizer slots and states of Keras's random generators,
+    are skipped. Every rank must call it. The cost is a digest of all values (XXH3, about as fast as memory is read) and
+    one small exchange.
 
     Args:
         variables: TensorFlow or Keras variables, the same list on every rank.

@@ -39,6 +39,7 @@ class Saver:
     Attributes:
         step: the step of the last save that was started, or None.
         when: its monotonic time; initially that of construction.
+        seconds: how long the last complete save took, as far as this rank knows; 0 before.
         dropped: the error for which the last save was dropped with only a warning (``stop_on_nonfinite=False``), or
             None.
     """
@@ -57,7 +58,7 @@ class Saver:
     ):
         self.step: int | None = None
         self.dropped: NonFiniteError | None = None
-        self.when = time.monotonic()
+        self.when, self.seconds = time.monotonic(), 0.0
         self._folder, self._state, self._gather = folder, state, gather
         self._keep, self._asynchronous = (max_to_keep, keep_every), asynchronous
         self._permitted, self._stop_on_nonfinite = permitted, stop_on_nonfinite
@@ -115,6 +116,8 @@ class Saver:
             save, self._save = self._save, None
             with spending("save"), self._nonfinite_handled():
                 self._save = None if all_ranks_done(save, ranks) else save
+            if self._save is None:
+                self.seconds = time.monotonic() - self.when
 
     def wait(self) -> None:
         """Wait for the current save to complete. Raises as :meth:`update` does."""
@@ -122,6 +125,7 @@ class Saver:
             save, self._save = self._save, None
             with spending("save"), self._nonfinite_handled():
                 finish(save)
+            self.seconds = time.monotonic() - self.when
 
     @contextlib.contextmanager
     def _nonfinite_handled(self) -> Iterator[None]:

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 # An agreement takes about 50 microseconds; mpirun gives ranks 1 s from SIGTERM to SIGKILL, including the save.
 _AGREE_SECONDS = 0.25
+# Largest share of the time to spend on saves at the end of epochs.
+_SAVING_SHARE = 0.1
 
 
 # Sessions of fits. After an error in a fit, its session is closed when the next session begins. No weak references:
@@ -217,6 +219,13 @@ class Supervisor:
         """Enter the session from a callback of ``fit``. After an error in the fit, the next session closes this one."""
         self.__enter__()
         _in_fit.add(self)
+
+    def end_epoch(self) -> None:
+        """Save at the end of an epoch, unless saves would take more than a tenth of the time. Every rank calls it."""
+        if not self._saver.busy and self._saver.step != self.global_step:
+            elapsed = time.monotonic() - self._saver.when
+            if run_on_chief("the end of an epoch", lambda: self._saver.seconds <= _SAVING_SHARE * elapsed):
+                self.save(wait=False)
 
     def close(self) -> None:
         """End the session on this rank without saving, after an error, when other ranks may not respond."""

@@ -15,8 +15,8 @@ from hvdkit.collectives import broadcast_object
 from hvdkit.collectives.weak_registry import Attached
 from hvdkit.errors import describe
 from hvdkit.layers import average_moving_statistics, synchronize_batch_normalization
-from hvdkit.sharding.shards import differs_by_rank
-from hvdkit.sharding.variables import SEED_STATE, broadcast_variables
+from hvdkit.sharding.shards import holding_of, is_seed_state
+from hvdkit.sharding.variables import broadcast_variables
 from hvdkit.training.atomic_saving import make_saving_atomic
 from hvdkit.training.attribute_swap import swap_attributes
 from hvdkit.training.data_end import report_end_of_data
@@ -166,12 +166,12 @@ class VariableBroadcaster:
 
     def _broadcast(self, variables: list[Any], *replicated_states: Any) -> None:
         self._known |= {id(v): v for v in variables}
-        broadcast_variables([v for v in variables if v.name != SEED_STATE])
-        spread_seeds([v for v in variables if v.name == SEED_STATE], *replicated_states)
+        broadcast_variables(variables)
+        spread_seeds([v for v in variables if is_seed_state(v)], *replicated_states)
 
     def _all(self) -> list[Any]:
         variables = [*self._model.variables, *(v for each in optimizers_of(self._model) for v in each.variables)]
-        return [v for v in {id(v): v for v in variables}.values() if not differs_by_rank(v)]
+        return [v for v in {id(v): v for v in variables}.values() if holding_of(v) is None]
 
 
 # Stored on the model, which the session's compiled steps reference.

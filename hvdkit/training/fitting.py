@@ -71,8 +71,9 @@ def fit(
         validation_steps: global batches of the validation data to evaluate.
         validation_batch_size: rows per global batch of the validation data. Default ``batch_size``.
         validation_freq: epochs between validations, or a list of epochs after which to validate.
-        logdir: a folder that all ranks share, in which the run is saved. The next call with this folder continues from
-            the epoch in which the run ended (``hk.callbacks.SupervisorCallback``).
+        logdir: a folder that all ranks share, in which the run is saved at the end of epochs and every ten minutes. The
+            next call with this folder continues: within the epoch with ``GlobalBatches``, otherwise the epoch in which
+            the run ended begins again. ``hk.callbacks.SupervisorCallback`` saves at other times.
 
     Returns:
         Keras's ``History``, the same on every rank.
@@ -150,7 +151,7 @@ def fit(
     warn_of_repeated_rows(model)
     if logdir is not None:
         position = shares.position if isinstance(shares, GlobalBatchShares) else None
-        callbacks = [SupervisorCallback(logdir, data=position), *tree.flatten(callbacks or [])]
+        callbacks = [SupervisorCallback(logdir, data=position, save_epochs=True), *tree.flatten(callbacks or [])]
     with session.running():
         callback_list = CallbackList(
             callbacks, session, shares, validation_shares, verbose=verbose, epochs=epochs, steps=steps_per_epoch

@@ -19,7 +19,6 @@ from hvdkit.collectives.batch_share import share_of_batch
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.optimizer.batch_norm import synchronized_statistics
 from hvdkit.sharding.shards import differs_by_rank
-from hvdkit.sharding.variables import SEED_STATE
 from hvdkit.training.attribute_swap import swap_attributes
 from hvdkit.training.data_end import require_batch_on_every_rank
 from hvdkit.training.losses import rescaled
@@ -111,7 +110,7 @@ class ShareSteps:
         candidates = [*self._model.non_trainable_variables, *(v for m in self._model.metrics for v in m.variables)]
         synchronized = set(map(id, synchronized_statistics(self._model)))
         unique = {id(v): v for v in candidates if id(v) not in synchronized}.values()
-        replicated = [v for v in unique if v.name != SEED_STATE and not differs_by_rank(v)]
+        replicated = [v for v in unique if not differs_by_rank(v)]
         return [v for v in replicated if tf.as_dtype(v.dtype) != tf.string]
 
     def _create_variables(self, name: str, step: Step, data: Any, factor: Any) -> None:

@@ -49,7 +49,7 @@ _GATHER_SECONDS = 0.25
 # Seconds that a leaving rank waits for the others to leave as well; and seconds that an error caused by another rank
 # waits for that rank's own report.
 _LEAVE_SECONDS = 2.0
-# Seconds for which all other ranks are idle, after which they count as waiting for a rank that has left.
+# Seconds for which another rank waits for one that has left but keeps Horovod running, or all others are idle.
 _NEEDED_SECONDS = 8.0
 # Seconds for other ranks to report their own errors after a program that does not use hvdkit has failed.
 _OTHERS_SECONDS = 1.0
@@ -121,6 +121,7 @@ class Coordinator:
         self._suspended_at = 0.0  # when all ranks were last seen stopped
         self._events: dict[int, list[RankEvent]] = defaultdict(list)
         self._decision_due: float | None = None
+        self._needed_at = 0.0  # when the ranks that keep Horovod running were last checked
         self._longest_idle: int | None = None  # the rank that has been idle longest, and longer than allowed
         self._stacks_due: float | None = None
         self._waits = Waits(lambda rank: self.members[rank].last_heard)
@@ -207,7 +208,7 @@ class Coordinator:
                 self._finished.discard(member.rank)
                 events = self._events[member.rank]
                 events[:] = [one for one in events if not isinstance(one.event, Leaving)]
-            member.is_training, member.script_ended_at = True, None
+            member.is_training, member.script_ended_at, member.holding = True, None, None
             member.released, member.unwound = None, False
             self._record(member, message, now)
         elif isinstance(message, Failed):
@@ -215,10 +216,11 @@ class Coordinator:
             is_explained = not message.follows or bool(self._finished)
             self._decide_at(now + (_GATHER_SECONDS if is_explained else _LEAVE_SECONDS))
         elif isinstance(message, Leaving):
-            member.script_ended_at, member.runs_horovod = now, message.runs_horovod
             self._awaiting_release[member.rank] = member
-            self._finished.add(member.rank)
-            self._record(member, message, now)
+            if message.keeps_horovod:
+                member.holding, member.held_since = message, now
+            else:
+                self._end_script(member, message, now)
         elif isinstance(message, Exited):
             self._handle_exit(member, message, now)
         elif isinstance(message, Unwound):
@@ -338,28 +340,42 @@ class Coordinator:
             self._decide(now)
 
     def _release_finished(self, now: float) -> None:
-        """Release ranks whose scripts have ended: immediately once all have ended, otherwise once they are needed."""
-        all_leave = len(self._awaiting_release) == len(self._running) and len(self.members) == self._size
-        while self._awaiting_release:
-            member = next(iter(self._awaiting_release.values()))
-            if not all_leave and not self._is_needed(member, now):
-                return  # the others ended later
-            del self._awaiting_release[member.rank]
+        """Release ranks whose scripts have ended: all once all have ended, otherwise one after a delay or if needed."""
+        awaiting = self._awaiting_release
+        all_leave = len(awaiting) == len(self._running) and len(self.members) == self._size
+        while awaiting:
+            member = next(iter(awaiting.values())) if all_leave else self._next_to_release(now)
+            if member is None:
+                return
+            del awaiting[member.rank]
+            if member.holding is not None:
+                self._end_script(member, member.holding, now)
             member.released = Release(all_leave=all_leave)
             member.send(member.released)
 
-    def _is_needed(self, member: Member, now: float) -> bool:
-        """Return True if other ranks may be waiting for this one, whose script has ended.
+    def _next_to_release(self, now: float) -> Member | None:
+        """Return a rank that other ranks may be waiting for, which learn it as soon as Horovod shuts down, or None."""
+        first = next(iter(self._awaiting_release.values()))
+        if first.holding is None:  # without process sets, the others wait for it at their next collective
+            has_waited = now - (first.script_ended_at or now) > _LEAVE_SECONDS
+            return first if has_waited else None
+        if now < self._needed_at + _TICK_SECONDS:
+            return None
+        self._needed_at = now
+        holding = list(reversed(self._awaiting_release.values()))  # the last that left first
+        left_at = holding[0].held_since
+        others = [one for one in self._running.values() if one.holding is None and one.script_ended_at is None]
+        idle = [one for one in others if one.idle_since(left_at) > _NEEDED_SECONDS]
+        for waits in filter(None, (one.status.waits for one in idle)):
+            for member in holding:
+                if waits.participants is None or member.rank in waits.participants:
+                    return member
+        return holding[0] if len(idle) == len(others) and now - left_at > _NEEDED_SECONDS else None
 
-        Without process sets, they wait at their next collective, and learn it as soon as Horovod shuts down.
-        """
-        ended_at = now if member.script_ended_at is None else member.script_ended_at
-        if not member.runs_horovod or now - ended_at <= _LEAVE_SECONDS:
-            return now - ended_at > _LEAVE_SECONDS
-        if self.settings.patience and now - ended_at > _WAITING_FACTOR * self.settings.patience:
-            return True
-        others = (one for one in self._running.values() if one.script_ended_at is None)
-        return all(min(one.status.idle, one.status_at - ended_at) > _NEEDED_SECONDS for one in others)
+    def _end_script(self, member: Member, leaving: Leaving, now: float) -> None:
+        member.script_ended_at = now
+        self._finished.add(member.rank)
+        self._record(member, leaving, now)
 
     def _postpone_silence(self, seconds: float) -> None:
         for member in self._running.values():

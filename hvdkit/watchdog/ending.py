@@ -43,8 +43,9 @@ _VICTIM_TEXTS = (
     "MPI_ERR",
     "Broken pipe",
     "gloo/transport",
+    "Process set provided does not exist",
 )
-_ENGINES = ("Horovod", "hvdkit", "gloo", "MPI_")
+_ENGINES = ("Horovod", "hvdkit", "gloo", "MPI_", "Process set")
 
 
 class Exit(SystemExit):

@@ -164,12 +164,12 @@ class Leaving(Message):
 
     Attributes:
         step: steps trained, or None.
-        runs_horovod: Horovod runs until the release, because process sets without this rank, or a profile, may still
-            need it: if one rank shuts Horovod down, it stops on all ranks.
+        keeps_horovod: this rank keeps Horovod running until the release, because process sets without it, or a profile,
+            may still need it: if one rank shuts Horovod down, it stops on all ranks.
     """
 
     step: int | None = None
-    runs_horovod: bool = False
+    keeps_horovod: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from hvdkit.machine import processes
 from hvdkit.watchdog.channel import Peer
-from hvdkit.watchdog.events import Exited, Flight, Joined, Message, Release, Stacks, Status
+from hvdkit.watchdog.events import Exited, Flight, Joined, Leaving, Message, Release, Stacks, Status
 
 
 @dataclass(eq=False)
@@ -23,7 +23,9 @@ class Member:
     status_at: float = -math.inf  # when the status arrived
     is_training: bool = False  # has called hk.init(), and can exit normally
     script_ended_at: float | None = None
-    runs_horovod: bool = False  # after its script has ended, see Leaving
+    # Its message that it leaves but keeps Horovod running. Its script counts as ended once it has been released.
+    holding: Leaving | None = None
+    held_since: float = -math.inf
     released: Release | None = None
     exited: Exited | None = None
     lost_at: float | None = None  # when its sentinel went away although the rank had not ended
@@ -37,6 +39,10 @@ class Member:
     def rank(self) -> int:
         """The rank's number."""
         return self.joined.rank
+
+    def idle_since(self, at: float) -> float:
+        """Return for how long it has been idle, not counting the time before ``at``."""
+        return min(self.status.idle, self.status_at - at)
 
     @property
     def is_running(self) -> bool:

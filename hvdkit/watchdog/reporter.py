@@ -206,7 +206,7 @@ class Reporter:
                 nothing = subprocess.DEVNULL
                 self._child = subprocess.Popen(command, pass_fds=files, stdin=nothing, stdout=nothing)
             self._serve_from(rank_end)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # Python 3.12+ cannot start threads while it exits
             _LOGGER.warning("watchdog: no sentinel can be started (%s): failures may not be noticed", error)
 
     def _serve_from(self, connected: socket.socket) -> None:
@@ -236,17 +236,24 @@ class Reporter:
                 _LOGGER.warning("watchdog: rank %d cannot carry out %s: %s", self._rank, type(order).__name__, error)
         connected.close()
         if self._closed or ending().begun or self._connect is None or self._socket is not connected:
-            self._answered.set()  # no answer will come
-            self._released.set()
+            self._stop_waiting()
             return
         self._socket = None
         self._restarts += 1
         if self._restarts > _RESTARTS:
             _LOGGER.warning("watchdog: the sentinels of rank %d keep dying: failures may not be noticed", self._rank)
+            self._stop_waiting()
             return
         _LOGGER.warning("watchdog: the sentinel of rank %d was killed; starting a new one", self._rank)
         self._start_sentinel(self._listeners)
         self._send_state()
+        if not self.is_watched:
+            self._stop_waiting()
+
+    def _stop_waiting(self) -> None:
+        """Let this rank continue: no sentinel will answer it."""
+        self._answered.set()
+        self._released.set()
 
     def _sample(self) -> None:
         """Record the collectives noted by this rank's graphs, unless the interpreter is about to exit."""
@@ -278,9 +285,10 @@ class Reporter:
             self._all_leave = order.all_leave
             self._released.set()
             self._answered.set()
-        elif isinstance(order, End) and self._is_exiting:
-            self._released.set()
         elif isinstance(order, End):
+            if self._is_exiting:  # it ends soon, and with its own exit code
+                self._released.set()
+                return
             if not order.unwind:
                 end_process(order.code)
             self._must_finalize = order.finalize
@@ -359,32 +367,39 @@ class Reporter:
         self._closed = True
         self.uncaught.remove()
 
-    def leave(self, *, runs_horovod: bool) -> None:
+    def leave(self, *, keeps_horovod: bool) -> None:
         """Report that this rank's script has ended.
 
         Args:
-            runs_horovod: Horovod may still be needed: wait until the other ranks have ended as well, or are waiting.
+            keeps_horovod: Horovod may still be needed: wait until the other ranks have ended as well, or are waiting.
+                Ctrl-C ends the wait.
         """
         self._answered.clear()
         self._is_exiting = True
         self._resume_sentinel()
-        self._report_leaving(runs_horovod)
+        with contextlib.suppress(KeyboardInterrupt):
+            self._report_leaving(keeps_horovod)
 
-    def _report_leaving(self, runs_horovod: bool) -> None:
-        self._leaving = Leaving(step=self.recorder.step, runs_horovod=runs_horovod)
+    def _report_leaving(self, keeps_horovod: bool) -> None:
+        self._leaving = Leaving(step=self.recorder.step, keeps_horovod=keeps_horovod)
         self.send(self._leaving)
-        if runs_horovod and self.is_watched:
+        if keeps_horovod and self.is_watched:
+            for stream in filter(None, (sys.stdout, sys.stderr)):
+                stream.flush()
             self._released.wait()
 
     def await_others(self) -> bool:
-        """After :meth:`leave`: wait a limited time for the other ranks; return True if all scripts have ended."""
+        """After :meth:`leave`: wait a limited time for the other ranks; return True if all scripts have ended.
+
+        A rank that has kept Horovod running has waited before, and returns immediately.
+        """
         if self.is_watched:
             self._answered.wait(_ANSWER_SECONDS)
         return self._all_leave or not self.is_watched
 
-    def leave_world(self, *, runs_horovod: bool) -> None:
+    def leave_world(self, *, keeps_horovod: bool) -> None:
         """Leave the world; the process continues. See :meth:`leave`."""
-        self._report_leaving(runs_horovod)
+        self._report_leaving(keeps_horovod)
         self.remove()
         connected = self._socket
         if connected is not None and not self._under_run:

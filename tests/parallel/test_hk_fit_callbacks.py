@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import ClassVar
 
@@ -329,3 +330,34 @@ def test_rows_that_repeat_are_warned_about_once(rng, capfd):
         hk.fit(build(optimizer), x, y, batch_size=8, verbose=0)
         said.append(capfd.readouterr().err.count("one by one"))
     assert said == [0, int(hk.is_chief()), 0]
+
+
+def test_a_run_with_a_logdir_is_saved_at_the_end_of_an_epoch(rng, shared_path):
+    x, y = line(rng, 160)
+
+    class Fails(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epoch = epoch
+
+        def on_train_batch_end(self, batch, logs=None):
+            if self.epoch == 1 and hk.checkpoint.latest(shared_path / "run") is None:
+                time.sleep(0.25)  # a save is complete once ranks agree on it, after a step
+
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 1:
+                raise KeyError("no space left")
+
+    def fit(**options):
+        keras.utils.set_random_seed(1)
+        model = dense("adam")()
+        return model, hk.fit(model, x, y, batch_size=4, epochs=3, verbose=0, **options).history["loss"]
+
+    with pytest.raises(KeyError, match="no space left"):
+        fit(logdir=shared_path / "run", callbacks=[Fails()])
+    assert hk.checkpoint.latest(shared_path / "run").name == "step-000000040"
+    model, losses = fit(logdir=shared_path / "run")
+    assert len(losses) == 2
+    expected, all_losses = fit()
+    print(losses, all_losses)
+    np.testing.assert_array_equal(losses, all_losses[1:])
+    same_weights(model, expected)

@@ -306,47 +306,81 @@ def test_a_single_rank_that_leaves_is_released_after_a_while_and_not_blamed():
     assert_goes_on(job)
 
 
-def test_with_process_sets_a_rank_is_released_once_all_others_wait():
+STAYS = Leaving(keeps_horovod=True)
+
+
+def test_with_process_sets_a_rank_is_released_once_all_others_are_idle():
     job = Job(3)
     job.status = [Status(idle=20.0), Status(idle=20.0), Status(idle=0.5)]  # rank 2 computes, and rank 0 waits for it
-    job.say(1, Leaving(runs_horovod=True))
-    job.run(60)
+    job.say(1, STAYS)
+    job.run(20_000)
     assert job.heard(1, Release) == 0
     job.status[2] = Status(idle=20.0)
     job.run(3)
     assert job.sent[1] == [Release()] and not job.sent[0]
 
 
+@pytest.mark.parametrize("ranks", ["", "0:2:1"])
+def test_a_rank_that_another_waits_for_in_an_eager_collective_is_released(ranks):
+    job = Job(4)
+    waits = CollectiveRecord(9, "eager 9", "allreduce", "train.py:3", ranks, 4, 1, 0.0, None)
+    job.status = [Status(idle=20.0, waits=waits), Status(), Status(idle=0.5), Status()]
+    for rank in (1, 3):
+        job.say(rank, STAYS)
+        job.run(4)
+    assert job.heard(1, Release) == job.heard(3, Release) == 0
+    while not job.sent[1] and not job.sent[3]:
+        job.run(0.1)
+    assert [job.heard(rank, Release) for rank in (1, 3)] == ([1, 0] if ranks else [0, 1])
+    job.say(1 if ranks else 3, Exited(code=0))
+    job.say(0, FOLLOWS)
+    job.run(5)
+    assert job.line.startswith(f"hvdkit: rank {1 if ranks else 3} on host-0 left the job"), job.lines
+
+
 def test_a_rank_does_not_wait_for_one_that_was_released_and_waits_in_mpi():
     job = Job(2)
     job.status[0] = Status(idle=20.0)
-    job.say(1, Leaving(runs_horovod=True))
+    job.say(1, STAYS)
     job.run(15)
     assert job.heard(1, Release) == 1
-    job.say(0, Leaving(runs_horovod=True))
-    job.run(3)
+    job.say(0, STAYS)
+    job.run(10)
     assert job.heard(0, Release) == 1
 
 
 def test_idle_time_before_a_rank_left_does_not_count():
-    job = Job(2)
-    job.status[0] = Status(idle=20.0)  # waited for rank 1
-    job.run(5)
-    job.say(1, Leaving(runs_horovod=True))
+    job = Job(3)
+    job.status[0] = Status(idle=20.0)  # waited for rank 1, then for rank 2
+    for rank in (1, 2):
+        job.run(5)
+        job.say(rank, STAYS)
     job.run(7)
-    assert job.heard(1, Release) == 0
-    job.run(4)
-    assert job.heard(1, Release) == 1
+    assert job.heard(1, Release) == job.heard(2, Release) == 0
+    while not job.sent[1] and not job.sent[2]:
+        job.run(0.1)
+    assert job.sent[2] == [Release()] and not job.sent[1]  # the last that left
 
 
-def test_with_process_sets_the_watchdog_limits_the_wait_for_ranks_that_never_pause():
-    job = Job(2, patience=10.0)
-    job.status[0] = Status(idle=0.0)
-    job.say(1, Leaving(runs_horovod=True))
-    job.run(59)
-    assert job.heard(1, Release) == 0
-    job.run(2)
-    assert job.heard(1, Release) == 1
+def test_a_rank_that_keeps_horovod_running_is_not_blamed_for_the_errors_of_others():
+    job = Job(3)
+    job.say(1, STAYS)
+    job.run(30)
+    job.say(2, FOLLOWS)
+    job.run(0.5)
+    job.say(0, Exited(code=None))
+    job.run(5)
+    assert job.line.startswith("hvdkit: rank 0 on host-0 failed: died without"), job.lines
+    assert job.heard(1, End) == 1
+
+
+def test_a_rank_that_dies_while_it_keeps_horovod_running_has_failed():
+    job = Job(3)
+    job.say(1, STAYS)
+    job.run(30)
+    job.say(1, Exited(code=None))
+    job.run(5)
+    assert job.line.startswith(f"hvdkit: rank 1 on host-0 failed: {DIED}"), job.lines
 
 
 def test_a_rank_that_others_still_needed_is_blamed():

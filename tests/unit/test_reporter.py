@@ -62,14 +62,14 @@ def send_slowly(message):
     while type(message).__name__ == "Left" and connected.fileno() >= 0:  # until the sentinel has closed its end
         time.sleep(0.01)
 rank.send = send_slowly
-rank.leave_world(runs_horovod=False)
+rank.leave_world(keeps_horovod=False)
 print("left", flush=True)
 """
 STOPPED = """
 os.kill(rank._sentinel, signal.SIGSTOP)
 while processes.stat(rank._sentinel).state != "T":
     time.sleep(0.01)
-rank.leave(runs_horovod=False)
+rank.leave(keeps_horovod=False)
 while processes.stat(rank._sentinel).state == "T":
     time.sleep(0.01)
 print("it goes on", flush=True)
