@@ -34,8 +34,8 @@ class SupervisorCallback(keras.callbacks.Callback):
         data: the ``GlobalBatches`` whose ``as_keras()`` is passed to ``fit``; its position is saved. Without it,
             ``fit`` resumes at the beginning of its last epoch.
         variables: as for ``hk.Supervisor``.
-        save_epochs: also save at the end of epochs, as long as saves take less than a tenth of the time.
         state: as for ``hk.Supervisor``. States of hvdkit's callbacks (warm-up, step counts) are also saved.
+        save_epochs: also save at the end of epochs, as long as saves take less than a tenth of the time.
         **options: any other argument of ``hk.Supervisor``: ``save_model_secs``, ``max_to_keep``, ...
 
     Attributes:

@@ -200,6 +200,9 @@ class Recorder:
     def give_up(self) -> None:
         """Report that the profile cannot be collected, because this rank ends before others."""
         if not self._finished:
+            self._stop()
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
             self._log("profile: not written, because ranks ended at different times; end the program with hk.barrier()")
 
     def _read(self) -> bytes:

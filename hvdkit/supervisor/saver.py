@@ -39,7 +39,7 @@ class Saver:
     Attributes:
         step: the step of the last save that was started, or None.
         when: its monotonic time; initially that of construction.
-        seconds: how long the last complete save took, as far as this rank knows; 0 before.
+        seconds: how long the last save took, or its call until it is complete; 0 before the first.
         dropped: the error for which the last save was dropped with only a warning (``stop_on_nonfinite=False``), or
             None.
     """
@@ -58,7 +58,7 @@ class Saver:
     ):
         self.step: int | None = None
         self.dropped: NonFiniteError | None = None
-        self.when, self.seconds = time.monotonic(), 0.0
+        self.when, self.seconds, self._began = time.monotonic(), 0.0, 0.0
         self._folder, self._state, self._gather = folder, state, gather
         self._keep, self._asynchronous = (max_to_keep, keep_every), asynchronous
         self._permitted, self._stop_on_nonfinite = permitted, stop_on_nonfinite
@@ -77,7 +77,7 @@ class Saver:
             NonFiniteError: that save found NaN or infinite weights or slots.
         """
         self.wait()
-        self.dropped = None
+        self.dropped, self._began = None, time.monotonic()
         target = self._folder / step_name(step)
         checks = {"before_commit": self._permitted, "after_commit": lambda: prune(target, *self._keep)}
         with spending("save"):
@@ -99,6 +99,7 @@ class Saver:
                     **checks,
                 ).start()
         self.step, self.when = step, time.monotonic()
+        self.seconds = self.when - self._began
         return target
 
     def progress(self) -> SaveProgress:
@@ -117,7 +118,7 @@ class Saver:
             with spending("save"), self._nonfinite_handled():
                 self._save = None if all_ranks_done(save, ranks) else save
             if self._save is None:
-                self.seconds = time.monotonic() - self.when
+                self.seconds = time.monotonic() - self._began
 
     def wait(self) -> None:
         """Wait for the current save to complete. Raises as :meth:`update` does."""
@@ -125,7 +126,7 @@ class Saver:
             save, self._save = self._save, None
             with spending("save"), self._nonfinite_handled():
                 finish(save)
-            self.seconds = time.monotonic() - self.when
+            self.seconds = time.monotonic() - self._began
 
     @contextlib.contextmanager
     def _nonfinite_handled(self) -> Iterator[None]:

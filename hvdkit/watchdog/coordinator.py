@@ -362,7 +362,8 @@ class Coordinator:
         if now < self._needed_at + _TICK_SECONDS:
             return None
         self._needed_at = now
-        holding = list(reversed(self._awaiting_release.values()))  # the last that left first
+        awaiting = reversed(self._awaiting_release.values())
+        holding = [member for member in awaiting if member.holding is not None]  # the last that left first
         left_at = holding[0].held_since
         others = [one for one in self._running.values() if one.holding is None and one.script_ended_at is None]
         idle = [one for one in others if one.idle_since(left_at) > _NEEDED_SECONDS]

@@ -358,6 +358,5 @@ def test_a_run_with_a_logdir_is_saved_at_the_end_of_an_epoch(rng, shared_path):
     model, losses = fit(logdir=shared_path / "run")
     assert len(losses) == 2
     expected, all_losses = fit()
-    print(losses, all_losses)
     np.testing.assert_array_equal(losses, all_losses[1:])
     same_weights(model, expected)

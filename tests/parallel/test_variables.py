@@ -120,7 +120,6 @@ def test_a_tape_keeps_the_structure_of_its_sources(rank, size):
         hk.DistributedGradientTape(None)
 
 
-@pytest.mark.contract
 def test_states_of_random_generators_stay_those_of_each_rank(rank, size):
     """Equal states would give equal dropout masks on all ranks."""
     keras.utils.set_random_seed(rank)
