@@ -38,8 +38,9 @@ BUILTINS = {
 }
 # Public by name for other packages of hvdkit, not for users: an example would show a use that is not meant.
 WITHOUT_EXAMPLE = {
-    "hvdkit.supervisor.session.Supervisor.advance",  # SupervisorCallback and hk.fit call these three
+    "hvdkit.supervisor.session.Supervisor.advance",  # SupervisorCallback and hk.fit call these four
     "hvdkit.supervisor.session.Supervisor.close",
+    "hvdkit.supervisor.session.Supervisor.end_epoch",
     "hvdkit.supervisor.session.Supervisor.enter_fit",
     "hvdkit.callbacks.step_callbacks._StepCounter.count",  # SupervisorCallback calls it
 }
