@@ -142,7 +142,8 @@ def differs_by_rank(variable: AnyVariable) -> bool:
 
 def is_seed_state(variable: AnyVariable) -> bool:
     """Return True for the state of a random generator of Keras: equal states would give equal dropout masks."""
-    return str(variable.name).partition(":")[0].rpartition("/")[2] == _SEED_STATE
+    name = str(getattr(variable, "name", ""))  # other objects are refused later, on all ranks
+    return name.partition(":")[0].rpartition("/")[2] == _SEED_STATE
 
 
 def assign_whole(variable: AnyVariable, whole: tf.Tensor) -> None:
