@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import weakref
@@ -16,6 +17,8 @@ from hvdkit.errors import describe
 # once and split by TensorFlow.
 _BYTES_AT_ONCE, _MOST_AT_ONCE = 2**20, 16
 _OPEN_READERS = 4  # limit on open passes; the oldest, abandoned ones are closed first
+# Seconds without a read after which a pass is closed, once the dataset has been deleted.
+_ABANDONED_SECONDS = 2.0
 _UNTIL_END = -1  # batches remaining in a pass over an epoch of unknown length
 _NOT_STARTED = np.array([-1, -1, -1])  # position of a pass that has not started
 
@@ -109,6 +112,7 @@ class _Passes:
         # Readers by position. A reader that was dropped is reopened.
         self._readers: dict[tuple[int, int, int], Iterator[tuple[int, Any]]] = {}
         self._lock = threading.Lock()
+        self._is_closed = self._is_watched = False
 
     def read(self, state: np.ndarray) -> list[np.ndarray]:
         """Return a pass's position after some more batches, and the arrays of these; empty arrays after its end."""
@@ -145,12 +149,32 @@ class _Passes:
             self._readers[at] = reader
             while len(self._readers) > _OPEN_READERS:
                 del self._readers[next(iter(self._readers))]
+            if self._is_closed:
+                self._watch()
         return [np.array(at), *arrays]
 
     def close(self) -> None:
-        """Close all readers; those that are still needed are opened again."""
+        """Close all readers: the dataset has been deleted. An iterator that is still read opens its own again."""
         with self._lock:
+            self._is_closed = True
             self._readers.clear()
+
+    def _watch(self) -> None:
+        """Close the readers after a while, unless they are read: TensorFlow may prefetch while they are closed."""
+        if not self._is_watched:
+            self._is_watched = True
+            timer = threading.Timer(_ABANDONED_SECONDS, self._close_unread, [set(self._readers)])
+            timer.daemon = True
+            with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
+                timer.start()
+
+    def _close_unread(self, positions: set[tuple[int, int, int]]) -> None:
+        with self._lock:
+            self._is_watched = False
+            for unread in positions & self._readers.keys():
+                del self._readers[unread]
+            if self._readers:
+                self._watch()
 
     def _begin(self) -> tuple[int, int, int]:
         with self._lock:
