@@ -133,6 +133,11 @@ class SupervisorCallback(keras.callbacks.Callback):
         elif self._remaining_steps and self._epoch_steps >= self._remaining_steps and not self.model.stop_training:
             self.model.stop_training = _END_OF_EPOCH
 
+    def on_test_begin(self, logs: dict[str, float] | None = None) -> None:
+        """End ``fit`` without its validation if a signal has stopped it: the launcher may soon kill the ranks."""
+        if self.supervisor is not None and self.supervisor.preempted:
+            self.on_train_end()
+
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Write the epoch's metrics, and continue ``fit`` after an epoch that an earlier run began."""
         if not self.model.stop_training:  # otherwise training stopped within the epoch

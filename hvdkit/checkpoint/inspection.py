@@ -216,9 +216,11 @@ def newest_at(path: Path) -> Path:
 
 
 def _not_found(path: Path) -> CheckpointError:
-    got = f"{path}, which contains no intact checkpoint" if path.exists() else f"{path}, which does not exist"
-    expected = f"a folder with a {NAME}, or a logdir"
-    return CheckpointError(describe("path", got, expected, "pass a logdir, or a folder such as step-000001200"))
+    expected = f"a checkpoint's folder, which has a {NAME}, or the logdir of a run that has saved"
+    if path.exists():
+        remedy = "wait for the run's first save, or correct the path"
+        return CheckpointError(describe("path", f"{path}, which contains no intact checkpoint", expected, remedy))
+    return CheckpointError(describe("path", f"{path}, which does not exist", expected, "correct the path"))
 
 
 def _inspect_one(path: Path) -> Inspection:

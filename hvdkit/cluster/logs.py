@@ -6,6 +6,7 @@ handler below writes each record, however many lines it has, with one system cal
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 
@@ -32,6 +33,12 @@ def get_logger() -> logging.Logger:
     After :func:`configure`, its lines have the form ``[rank 1] message``.
     """
     return _LOGGER
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Log a warning, once per process."""
+    _LOGGER.warning("%s", message)
 
 
 def configure(rank: int, size: int) -> None:

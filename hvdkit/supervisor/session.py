@@ -86,6 +86,7 @@ class Supervisor:
         logdir: as passed.
         global_step: number of steps trained, over all runs.
         restored_from: the checkpoint from which this run resumed, or None.
+        preempted: whether all ranks have agreed to stop because of a signal, and have saved.
 
     Raises:
         CheckpointError: on entry: ``logdir`` is in use by another run, not shared, not writable, or belongs to another
@@ -239,6 +240,24 @@ class Supervisor:
                     self._summaries.close()
             finally:
                 self._lock.release()
+
+    @property
+    def preempted(self) -> bool:
+        """Whether all ranks have agreed to stop because of a signal, and have saved.
+
+        Examples:
+            >>> import tempfile
+            >>> import hvdkit as hk
+            >>> cluster = hk.init()
+            >>> logdir = hk.broadcast_object(tempfile.mkdtemp())  # one folder for all ranks
+            >>> with hk.Supervisor(logdir, state={"task": "counting"}, save_model_secs=None) as sv:
+            ...     while not sv.should_stop():
+            ...         sv.step()
+            ...         sv.request_stop()  # not a signal
+            >>> sv.preempted
+            False
+        """
+        return self._preempted is not None
 
     @property
     def global_step(self) -> int:

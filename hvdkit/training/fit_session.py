@@ -10,7 +10,7 @@ import keras
 from keras.src import tree
 
 from hvdkit import cluster
-from hvdkit.cluster.logs import get_logger
+from hvdkit.cluster.logs import get_logger, warn_once
 from hvdkit.collectives import broadcast_object
 from hvdkit.collectives.weak_registry import Attached
 from hvdkit.errors import describe
@@ -88,7 +88,6 @@ class FitSession:
             or (may_be_empty and not session.steps.may_be_empty)
             or not all(old is new for old, new in zip(session._dependencies, _dependencies(model), strict=True))
         ):
-            _warn_of_local_statistics(model)
             session = cls(model, may_be_empty=may_be_empty)
             _SESSIONS.set(model, session)
         return session
@@ -183,14 +182,13 @@ def _dependencies(model: Any) -> tuple[Any, ...]:
     return (*compiled, *(vars(model).get(name) for name in _STEP_METHODS))
 
 
-def _warn_of_local_statistics(model: Any) -> None:
-    """Warn on the chief if batch normalization uses local statistics, unlike in one process."""
+def warn_of_local_statistics(model: Any) -> None:
+    """Warn on the chief, once per process, that batch normalization uses local statistics, unlike in one process."""
     layers = [x for x in model._flatten_layers() if isinstance(x, keras.layers.BatchNormalization)]
     local = [x.name for x in layers if x.trainable and not x.synchronized]
     if local and cluster.is_chief() and cluster.group(cluster.DATA).size > 1:
-        get_logger().warning(
-            "BatchNormalization (%s%s): normalizes by each rank's rows, not by the global batch; use synchronized=True "
-            "for the results of one process",
-            ", ".join(local[:3]),
-            ", ..." if len(local) > 3 else "",
+        names = ", ".join(local[:3]) + (", ..." if len(local) > 3 else "")
+        warn_once(
+            f"BatchNormalization ({names}): normalizes by each rank's rows, not by the global batch; use "
+            "synchronized=True for the results of one process"
         )

@@ -13,7 +13,7 @@ from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 from hvdkit.callbacks import SupervisorCallback
 from hvdkit.data import GlobalBatches
 from hvdkit.errors import describe
-from hvdkit.training.fit_session import FitSession, check_model
+from hvdkit.training.fit_session import FitSession, check_model, warn_of_local_statistics
 from hvdkit.training.global_batch_shares import GlobalBatchShares
 from hvdkit.training.inputs import DataPair, FitData, prepare_data
 from hvdkit.training.keras_callbacks import CallbackList
@@ -149,6 +149,7 @@ def fit(
     may_be_empty = shares.may_be_empty or (validation_shares is not None and validation_shares.may_be_empty)
     session = FitSession.of(model, may_be_empty=may_be_empty)
     warn_of_repeated_rows(model)
+    warn_of_local_statistics(model)
     if logdir is not None:
         position = shares.position if isinstance(shares, GlobalBatchShares) else None
         callbacks = [SupervisorCallback(logdir, data=position, save_epochs=True), *tree.flatten(callbacks or [])]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ import numpy as np
 
 from hvdkit import cluster
 from hvdkit.cluster.agreement import compare, gather
-from hvdkit.cluster.logs import get_logger
+from hvdkit.cluster.logs import warn_once
 from hvdkit.collectives.ops import ReduceOp
 from hvdkit.errors import describe
 from hvdkit.optimizer.copies import Original
@@ -65,15 +64,10 @@ def warn_of_repeated_rows(model: Any) -> None:
     inner = [getattr(optimizer, "inner_optimizer", optimizer) for optimizer in optimizers_of(model)]
     nonlinear = [type(optimizer).__name__ for optimizer in inner if not isinstance(optimizer, keras.optimizers.SGD)]
     if tables and nonlinear and cluster.is_chief():
-        _warn_once(
+        warn_once(
             f"Embedding with {nonlinear[0]}: a row that occurs several times in a batch gets the sum of its "
             "gradients, at any number of ranks; plain Keras squares them one by one, and its results differ slightly"
         )
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    get_logger().warning("%s", message)
 
 
 def compare_optimizers(model: Any) -> None:

@@ -13,7 +13,7 @@ import tensorflow as tf
 from helpers.as_one import compare, line, plain, ported, raises_on_several, same_logs, same_weights
 
 import hvdkit as hk
-from hvdkit.training import model_optimizers
+from hvdkit.cluster.logs import warn_once
 
 layers = keras.layers
 
@@ -323,13 +323,29 @@ def test_rows_that_repeat_are_warned_about_once(rng, capfd):
         model.compile(optimizer, "mse")
         return model
 
-    model_optimizers._warn_once.cache_clear()
+    warn_once.cache_clear()
     x, y = rng.integers(4, size=(8, 2)), np.zeros((8, 6), "float32")
     said = []
     for optimizer in ("sgd", "adam", "adam"):
         hk.fit(build(optimizer), x, y, batch_size=8, verbose=0)
         said.append(capfd.readouterr().err.count("one by one"))
     assert said == [0, int(hk.is_chief()), 0]
+
+
+def test_local_batch_normalization_is_warned_about_once_and_only_in_training(rng, capfd):
+    x, y = line(rng, 8)
+    model = keras.Sequential([keras.Input(x.shape[1:]), layers.BatchNormalization(), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    warn_once.cache_clear()
+    said = []
+    for train in (False, True, True):
+        if train:
+            hk.fit(model, x, y, batch_size=8, verbose=0)
+        else:
+            hk.evaluate(model, x, y, batch_size=8, verbose=0)
+            hk.predict(model, x, batch_size=8, verbose=0)
+        said.append(capfd.readouterr().err.count("normalizes by each rank's rows"))
+    assert said == [0, int(hk.is_chief() and hk.size() > 1), 0]
 
 
 def test_a_run_with_a_logdir_is_saved_at_the_end_of_an_epoch(rng, shared_path):

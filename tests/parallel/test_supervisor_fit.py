@@ -152,6 +152,33 @@ def test_a_signal_in_fit_saves_and_ends_with_the_code_of_its_own(shared_path, th
     assert bits == through
 
 
+@pytest.mark.parametrize("entry", ["fit", "hk.fit"])
+def test_a_signal_within_an_epoch_ends_fit_without_its_validation(shared_path, entry):
+    class CountEvaluations(keras.callbacks.Callback):
+        number = 0
+
+        def on_test_begin(self, logs=None):
+            self.number += 1
+
+    keep = hk.callbacks.SupervisorCallback(shared_path / "run", save_steps=1)
+    interrupt, evaluations = Interrupt(keep, STEPS + 2, signal.SIGTERM), CountEvaluations()
+    callbacks = [keep, evaluations, interrupt]
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+    settings = {"batch_size": 16, "epochs": EPOCHS, "validation_data": (X, Y), "callbacks": callbacks, "verbose": 0}
+    optimizer = keras.optimizers.SGD(0.01)
+    with pytest.raises(SystemExit) as end:
+        if entry == "fit":
+            model.compile(hk.DistributedOptimizer(optimizer), "mse", jit_compile=False)
+            model.fit(X, Y, shuffle=False, **settings)
+        else:
+            model.compile(optimizer, "mse", jit_compile=False)
+            hk.fit(model, X, Y, **settings)
+    assert end.value.code == 75
+    step = keep.supervisor.global_step
+    assert STEPS + 2 <= step < 2 * STEPS
+    assert evaluations.number == 1
+
+
 def test_the_epochs_metrics_are_written_once(parts, whole):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
