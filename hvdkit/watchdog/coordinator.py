@@ -38,6 +38,7 @@ from hvdkit.watchdog.events import (
     Welcome,
 )
 from hvdkit.watchdog.job_end import TEXTS, JobEnd
+from hvdkit.watchdog.leaving import LEAVE_SECONDS, LeavingRanks
 from hvdkit.watchdog.lines import Lines
 from hvdkit.watchdog.member import Member, broadcast
 from hvdkit.watchdog.settings import WatchdogSettings
@@ -46,11 +47,6 @@ from hvdkit.watchdog.waits import Waits
 
 # Seconds to collect failures before a verdict: nearly simultaneous ones are compared to find the first.
 _GATHER_SECONDS = 0.25
-# Seconds that a leaving rank waits for the others to leave as well; and seconds that an error caused by another rank
-# waits for that rank's own report.
-_LEAVE_SECONDS = 2.0
-# Seconds for which another rank waits for one that has left but keeps Horovod running, or all others are idle.
-_NEEDED_SECONDS = 8.0
 # Seconds for other ranks to report their own errors after a program that does not use hvdkit has failed.
 _OTHERS_SECONDS = 1.0
 # Seconds for a rank to replace its killed sentinel; with hvdkit run, sentinels are not replaced.
@@ -114,14 +110,11 @@ class Coordinator:
         # Running ranks with a sentinel, in the order of their last messages.
         self._running: OrderedDict[int, Member] = OrderedDict()
         self._lost_ranks: set[int] = set()  # ranks whose sentinel is gone and may be replaced
-        # Ranks whose scripts have ended but that are not released yet, in this order.
-        self._awaiting_release: dict[int, Member] = {}
-        self._finished: set[int] = set()  # ranks whose scripts have ended
+        self._leaving = LeavingRanks(self._running, self._record)
         self._stopped_ranks: set[int] = set()
         self._suspended_at = 0.0  # when all ranks were last seen stopped
         self._events: dict[int, list[RankEvent]] = defaultdict(list)
         self._decision_due: float | None = None
-        self._needed_at = 0.0  # when the ranks that keep Horovod running were last checked
         self._longest_idle: int | None = None  # the rank that has been idle longest, and longer than allowed
         self._stacks_due: float | None = None
         self._waits = Waits(lambda rank: self.members[rank].last_heard)
@@ -204,8 +197,7 @@ class Coordinator:
                     self._waits.end(member.rank, record.key, now)
         elif isinstance(message, Training):
             if member.script_ended_at is not None:  # a second world of the same process
-                self._awaiting_release.pop(member.rank, None)
-                self._finished.discard(member.rank)
+                self._leaving.remove(member)
                 events = self._events[member.rank]
                 events[:] = [one for one in events if not isinstance(one.event, Leaving)]
             member.is_training, member.script_ended_at, member.holding = True, None, None
@@ -213,14 +205,11 @@ class Coordinator:
             self._record(member, message, now)
         elif isinstance(message, Failed):
             self._record(member, message, now)
-            is_explained = not message.follows or bool(self._finished)
-            self._decide_at(now + (_GATHER_SECONDS if is_explained else _LEAVE_SECONDS))
+            is_explained = not message.follows or self._leaving.have_ended
+            # An error caused by another rank waits for that rank's own report.
+            self._decide_at(now + (_GATHER_SECONDS if is_explained else LEAVE_SECONDS))
         elif isinstance(message, Leaving):
-            self._awaiting_release[member.rank] = member
-            if message.keeps_horovod:
-                member.holding, member.held_since = message, now
-            else:
-                self._end_script(member, message, now)
+            self._leaving.add(member, message, now)
         elif isinstance(message, Exited):
             self._handle_exit(member, message, now)
         elif isinstance(message, Unwound):
@@ -280,7 +269,7 @@ class Coordinator:
 
     def _forget_running(self, member: Member) -> None:
         self._running.pop(member.rank, None)
-        self._awaiting_release.pop(member.rank, None)
+        self._leaving.forget(member)
         self._stopped_ranks.discard(member.rank)
 
     def _lose(self, member: Member, now: float, *, is_silent: bool) -> None:
@@ -324,7 +313,7 @@ class Coordinator:
         self._end.tick(now)
         if self.verdict is not None:
             return
-        self._release_finished(now)
+        self._leaving.release(now, all_joined=len(self.members) == self._size)
         if self.stop_requested:
             return
         for rank in list(self._lost_ranks):
@@ -338,45 +327,6 @@ class Coordinator:
         if self._decision_due is not None and now >= self._decision_due:
             self._decision_due = None
             self._decide(now)
-
-    def _release_finished(self, now: float) -> None:
-        """Release ranks whose scripts have ended: all once all have ended, otherwise one after a delay or if needed."""
-        awaiting = self._awaiting_release
-        all_leave = len(awaiting) == len(self._running) and len(self.members) == self._size
-        while awaiting:
-            member = next(iter(awaiting.values())) if all_leave else self._next_to_release(now)
-            if member is None:
-                return
-            del awaiting[member.rank]
-            if member.holding is not None:
-                self._end_script(member, member.holding, now)
-            member.released = Release(all_leave=all_leave)
-            member.send(member.released)
-
-    def _next_to_release(self, now: float) -> Member | None:
-        """Return a rank that other ranks may be waiting for, which learn it as soon as Horovod shuts down, or None."""
-        first = next(iter(self._awaiting_release.values()))
-        if first.holding is None:  # without process sets, the others wait for it at their next collective
-            has_waited = now - (first.script_ended_at or now) > _LEAVE_SECONDS
-            return first if has_waited else None
-        if now < self._needed_at + _TICK_SECONDS:
-            return None
-        self._needed_at = now
-        awaiting = reversed(self._awaiting_release.values())
-        holding = [member for member in awaiting if member.holding is not None]  # the last that left first
-        left_at = holding[0].held_since
-        others = [one for one in self._running.values() if one.holding is None and one.script_ended_at is None]
-        idle = [one for one in others if one.idle_since(left_at) > _NEEDED_SECONDS]
-        for waits in filter(None, (one.status.waits for one in idle)):
-            for member in holding:
-                if waits.participants is None or member.rank in waits.participants:
-                    return member
-        return holding[0] if len(idle) == len(others) and now - left_at > _NEEDED_SECONDS else None
-
-    def _end_script(self, member: Member, leaving: Leaving, now: float) -> None:
-        member.script_ended_at = now
-        self._finished.add(member.rank)
-        self._record(member, leaving, now)
 
     def _postpone_silence(self, seconds: float) -> None:
         for member in self._running.values():
