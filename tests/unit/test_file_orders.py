@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdkit.data import GlobalBatches
+from hvdkit.data.files.source import _pieces
 
 ROWS = (37, 1, 60, 22)  # of the files
 EXAMPLES = sum(ROWS)
@@ -68,3 +69,27 @@ def test_the_order_does_not_depend_on_the_number_of_ranks(files, batch_size, opt
     for each in after:
         each.restore(before[0].state)
     np.testing.assert_array_equal(examples_of(after, check), whole[stop:])
+
+
+def indices_of(starts, data):
+    """Return the indices of a batch: a run, or in any order and several times."""
+    rows = st.integers(0, starts[-1] - 1)
+    if data.draw(st.booleans()):
+        first, last = sorted(data.draw(st.tuples(rows, rows)))
+        return np.arange(first, last + 1)
+    return np.array(data.draw(st.lists(rows, min_size=1, max_size=20)), np.int64)
+
+
+@given(blocks=st.lists(st.integers(0, 5), min_size=1, max_size=8).filter(any), data=st.data())
+def test_the_pieces_of_a_batch_are_its_rows_in_each_block(blocks, data):
+    starts = np.cumsum([0, *blocks])
+    indices = indices_of(starts, data)
+    found, numbers = np.full(len(indices), -1), []
+    for number, rows, places in _pieces(indices, starts):
+        rows = np.arange(starts[-1])[rows] if isinstance(rows, slice) else rows
+        assert (rows < blocks[number]).all()
+        assert (found[places] == -1).all()
+        found[places] = starts[number] + rows
+        numbers.append(number)
+    assert found.tolist() == indices.tolist()
+    assert numbers == sorted(set(numbers))

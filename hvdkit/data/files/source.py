@@ -21,6 +21,7 @@ from hvdkit.data.order import Order, RankRows, Remainder, shuffled_indices
 from hvdkit.data.permutation import Permutation
 from hvdkit.errors import DataError, describe
 
+_Rows = np.ndarray | slice  # a slice has a start and an end
 # Up to this many examples (4 MB), the full shuffle of files is that of arrays: uniform over all permutations.
 _UNIFORM_EXAMPLES = 2**20
 # Up to this size, a full shuffle keeps files in memory that are read in blocks.
@@ -217,25 +218,17 @@ class FileSource:
             cache: Keeps each block for later calls.
         """
         by_block = cache is not None or not self.reads_rows
-        starts = self._block_starts if by_block else self._file_starts
-        places = np.argsort(indices, kind="stable")
-        ascending = indices[places]
-        found = np.searchsorted(starts, ascending, side="right") - 1  # blocks or files
-        changes = np.flatnonzero(np.diff(found)) + 1
         parts = []
-        for each, rows in zip(np.split(places, changes), np.split(ascending, changes), strict=True):
-            number = int(np.searchsorted(starts, rows[0], side="right")) - 1
-            rows = rows - starts[number]
+        for number, rows, places in _pieces(indices, self._block_starts if by_block else self._file_starts):
             if by_block:
-                block = self._load(number) if cache is None else cache.get(number, len(rows))
-            else:  # filler may repeat rows
-                unique = rows
-                if np.diff(rows).all():
-                    rows = np.arange(len(rows))
-                else:
-                    unique, rows = np.unique(rows, return_inverse=True)
-                block = self._format.load_rows(self.files[number], self.layouts[number], unique)
-            parts.append(BlockRows(block, _slice_if_run(rows), _slice_if_run(each)))
+                block = self._load(number) if cache is None else cache.get(number, _length(rows))
+            else:
+                wanted = _as_array(rows)
+                rows = slice(0, len(wanted))
+                if not np.diff(wanted).all():  # filler may repeat rows
+                    wanted, rows = np.unique(wanted, return_inverse=True)
+                block = self._format.load_rows(self.files[number], self.layouts[number], wanted)
+            parts.append(BlockRows(block, rows, places))
         try:
             batch = self._format.take(parts, len(indices))
         except Exception as error:
@@ -287,14 +280,43 @@ class FileSource:
         return self._format.load(self.files[number], self.layouts[number], block - int(self._first_blocks[number]))
 
 
-def _slice_if_run(rows: np.ndarray) -> np.ndarray | slice:
+def _pieces(indices: np.ndarray, starts: np.ndarray) -> Iterator[tuple[int, _Rows, _Rows]]:
+    """Yield the number of each block or file with some of ``indices``, their rows in it, and their places in the batch.
+
+    Args:
+        indices: int64 ``[m]``.
+        starts: int64 ``[blocks + 1]``: the first row of each block, and the end of the last.
+    """
+    run = _slice_if_run(indices)
+    if isinstance(run, slice):  # in order, this takes less time than the copy of the rows
+        first, number = run.start, int(np.searchsorted(starts, run.start, side="right")) - 1
+        while first < run.stop:
+            start, stop = int(starts[number]), min(run.stop, int(starts[number + 1]))
+            if first < stop:
+                yield number, slice(first - start, stop - start), slice(first - run.start, stop - run.start)
+            first, number = stop, number + 1
+        return
+    places = np.argsort(indices, kind="stable")
+    ascending = indices[places]
+    found = np.searchsorted(starts, ascending, side="right") - 1
+    changes = np.flatnonzero(np.diff(found)) + 1
+    for each, rows in zip(np.split(places, changes), np.split(ascending, changes), strict=True):
+        number = int(np.searchsorted(starts, rows[0], side="right")) - 1
+        yield number, _slice_if_run(rows - starts[number]), _slice_if_run(each)
+
+
+def _slice_if_run(rows: np.ndarray) -> _Rows:
     """Return rows that follow each other as a slice, others unchanged."""
     first, last = int(rows[0]), int(rows[-1]) + 1
     return slice(first, last) if last - first == len(rows) and (np.diff(rows) == 1).all() else rows
 
 
-def _as_array(rows: np.ndarray | slice) -> np.ndarray:
+def _as_array(rows: _Rows) -> np.ndarray:
     return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+
+
+def _length(rows: _Rows) -> int:
+    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
 
 
 class EpochReader(NamedTuple):
