@@ -43,7 +43,8 @@ class SupervisorCallback(keras.callbacks.Callback):
 
     Raises:
         HvdkitError: in ``fit``, as for ``hk.Supervisor``.
-        SystemExit: at the end of ``fit`` after SIGTERM or SIGINT, with code 75.
+        SystemExit: with code 75, at the end of ``fit`` after SIGTERM or SIGINT, or instead of the validation of an
+            incomplete epoch, without calling ``on_epoch_end`` and ``on_train_end`` of other callbacks.
 
     Examples:
         >>> import tempfile
@@ -134,8 +135,11 @@ class SupervisorCallback(keras.callbacks.Callback):
             self.model.stop_training = _END_OF_EPOCH
 
     def on_test_begin(self, logs: dict[str, float] | None = None) -> None:
-        """End ``fit`` without its validation if a signal has stopped it: the launcher may soon kill the ranks."""
-        if self.supervisor is not None and self.supervisor.preempted:
+        """End ``fit`` without validation if a signal stopped it within an epoch: the launcher may soon kill the ranks.
+
+        An epoch that is complete is validated: the next run does not repeat it.
+        """
+        if self.supervisor is not None and self.supervisor.preempted and not self._is_epoch_complete():
             self.on_train_end()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
@@ -143,6 +147,8 @@ class SupervisorCallback(keras.callbacks.Callback):
         if not self.model.stop_training:  # otherwise training stopped within the epoch
             self._epoch.begin(epoch + 1, self._session.global_step)
         self._session.summary(**{f"epoch_{name}": value for name, value in (logs or {}).items()})
+        if self._session.preempted:  # has saved at this step
+            return
         if getattr(self.model.optimizer, "use_ema", False):
             # At the end of fit, Keras replaces the weights by their averages before it calls on_train_end.
             self._session.save(wait=False)
@@ -168,6 +174,10 @@ class SupervisorCallback(keras.callbacks.Callback):
 
     def _is_done(self) -> bool:
         return self._until is not None and self._session.global_step >= self._until
+
+    def _is_epoch_complete(self) -> bool:
+        steps = self._steps_per_epoch()
+        return steps is not None and self._session.global_step % steps == 0
 
     def _steps_per_epoch(self) -> int | None:
         return self.params.get("steps") if self._data is None else self._data.steps_per_epoch

@@ -218,7 +218,7 @@ def newest_at(path: Path) -> Path:
 def _not_found(path: Path) -> CheckpointError:
     expected = f"a checkpoint's folder, which has a {NAME}, or the logdir of a run that has saved"
     if path.exists():
-        remedy = "wait for the run's first save, or correct the path"
+        remedy = "correct the path, or, if the run has just begun, wait for its first save"
         return CheckpointError(describe("path", f"{path}, which contains no intact checkpoint", expected, remedy))
     return CheckpointError(describe("path", f"{path}, which does not exist", expected, "correct the path"))
 

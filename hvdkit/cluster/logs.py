@@ -37,7 +37,7 @@ def get_logger() -> logging.Logger:
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Log a warning, once per process."""
+    """Log a warning, unless this process has logged the same text before."""
     _LOGGER.warning("%s", message)
 
 

@@ -86,7 +86,7 @@ class Supervisor:
         logdir: as passed.
         global_step: number of steps trained, over all runs.
         restored_from: the checkpoint from which this run resumed, or None.
-        preempted: whether all ranks have agreed to stop because of a signal, and have saved.
+        preempted: whether all ranks have agreed to stop because of a signal.
 
     Raises:
         CheckpointError: on entry: ``logdir`` is in use by another run, not shared, not writable, or belongs to another
@@ -200,7 +200,7 @@ class Supervisor:
             raise
         self._report_start(rate)
         self._saver.step, self._saver.when = (self.global_step if self.restored_from else None), time.monotonic()
-        self._wants_stop = self._stopping = False
+        self._wants_stop, self._stopping, self._preempted = False, False, None
         self._signals.__enter__()
         self._open = True
         return self
@@ -243,7 +243,7 @@ class Supervisor:
 
     @property
     def preempted(self) -> bool:
-        """Whether all ranks have agreed to stop because of a signal, and have saved.
+        """Whether all ranks have agreed to stop because of a signal; the same on all ranks after every step.
 
         Examples:
             >>> import tempfile

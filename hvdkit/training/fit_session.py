@@ -183,7 +183,7 @@ def _dependencies(model: Any) -> tuple[Any, ...]:
 
 
 def warn_of_local_statistics(model: Any) -> None:
-    """Warn on the chief, once per process, that batch normalization uses local statistics, unlike in one process."""
+    """Warn on the chief, once for the same layers, that their statistics are local, unlike those of one process."""
     layers = [x for x in model._flatten_layers() if isinstance(x, keras.layers.BatchNormalization)]
     local = [x.name for x in layers if x.trainable and not x.synchronized]
     if local and cluster.is_chief() and cluster.group(cluster.DATA).size > 1:

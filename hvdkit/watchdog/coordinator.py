@@ -197,7 +197,7 @@ class Coordinator:
                     self._waits.end(member.rank, record.key, now)
         elif isinstance(message, Training):
             if member.script_ended_at is not None:  # a second world of the same process
-                self._leaving.remove(member)
+                self._leaving.trains_again(member)
                 events = self._events[member.rank]
                 events[:] = [one for one in events if not isinstance(one.event, Leaving)]
             member.is_training, member.script_ended_at, member.holding = True, None, None
@@ -269,7 +269,7 @@ class Coordinator:
 
     def _forget_running(self, member: Member) -> None:
         self._running.pop(member.rank, None)
-        self._leaving.forget(member)
+        self._leaving.has_stopped(member)
         self._stopped_ranks.discard(member.rank)
 
     def _lose(self, member: Member, now: float, *, is_silent: bool) -> None:

@@ -18,13 +18,13 @@ _CHECK_SECONDS = 0.5
 class LeavingRanks:
     """The ranks whose scripts have ended, or that have called ``hk.shutdown()``.
 
-    A rank that ends shuts Horovod down for all ranks. Ranks are therefore released together once all have left. If
-    another rank needs one of them for a collective, it is released earlier: the collective then fails instead of
-    waiting forever.
+    A rank that ends shuts Horovod down for all ranks. Ranks are therefore released together once all have left. A rank
+    whose script has ended is released after 2 s at the latest. One that keeps Horovod running is released earlier only
+    if another rank waits for it, or all others are idle: their collective then fails instead of waiting forever.
 
     Args:
         running: the running ranks, which the coordinator keeps up to date.
-        record: called with a rank, its message and a time when its script counts as ended.
+        record: called when a rank's script counts as ended, with the rank, its message and the time.
     """
 
     def __init__(self, running: Mapping[int, Member], record: Callable[[Member, Leaving, float], None]) -> None:
@@ -46,12 +46,12 @@ class LeavingRanks:
         else:
             self._end_script(member, message, now)
 
-    def remove(self, member: Member) -> None:
+    def trains_again(self, member: Member) -> None:
         """Note that a rank trains again, in a second world of the same process."""
         self._waiting.pop(member.rank, None)
         self._ended.discard(member.rank)
 
-    def forget(self, member: Member) -> None:
+    def has_stopped(self, member: Member) -> None:
         """Note that a rank no longer runs."""
         self._waiting.pop(member.rank, None)
 

@@ -152,31 +152,43 @@ def test_a_signal_in_fit_saves_and_ends_with_the_code_of_its_own(shared_path, th
     assert bits == through
 
 
-@pytest.mark.parametrize("entry", ["fit", "hk.fit"])
-def test_a_signal_within_an_epoch_ends_fit_without_its_validation(shared_path, entry):
-    class CountEvaluations(keras.callbacks.Callback):
-        number = 0
+class CountEvaluations(keras.callbacks.Callback):
+    number = 0
 
-        def on_test_begin(self, logs=None):
-            self.number += 1
+    def on_test_begin(self, logs=None):
+        self.number += 1
 
-    keep = hk.callbacks.SupervisorCallback(shared_path / "run", save_steps=1)
-    interrupt, evaluations = Interrupt(keep, STEPS + 2, signal.SIGTERM), CountEvaluations()
-    callbacks = [keep, evaluations, interrupt]
+
+def stopped_by_a_signal(logdir, after, *, with_hk):
+    """Return the step of a fit that ended after a signal, and the numbers of its evaluations and complete epochs."""
+    keep = hk.callbacks.SupervisorCallback(logdir, save_steps=1)  # ranks agree at every step
+    interrupt, evaluations = Interrupt(keep, after, signal.SIGTERM), CountEvaluations()
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
-    settings = {"batch_size": 16, "epochs": EPOCHS, "validation_data": (X, Y), "callbacks": callbacks, "verbose": 0}
+    settings = {"batch_size": 16, "epochs": EPOCHS, "validation_data": (X, Y), "verbose": 0}
+    settings["callbacks"] = [interrupt, keep, evaluations]  # the agreement at this step sees the signal
     optimizer = keras.optimizers.SGD(0.01)
+    model.compile(optimizer if with_hk else hk.DistributedOptimizer(optimizer), "mse", jit_compile=False)
     with pytest.raises(SystemExit) as end:
-        if entry == "fit":
-            model.compile(hk.DistributedOptimizer(optimizer), "mse", jit_compile=False)
-            model.fit(X, Y, shuffle=False, **settings)
-        else:
-            model.compile(optimizer, "mse", jit_compile=False)
+        if with_hk:
             hk.fit(model, X, Y, **settings)
+        else:
+            model.fit(X, Y, shuffle=False, **settings)
     assert end.value.code == 75
-    step = keep.supervisor.global_step
+    return keep.supervisor.global_step, evaluations.number, len(interrupt.epochs)
+
+
+@pytest.mark.parametrize("with_hk", [False, True])
+def test_a_signal_within_an_epoch_ends_fit_without_its_validation(shared_path, with_hk):
+    step, evaluations, epochs = stopped_by_a_signal(shared_path / "run", STEPS + 2, with_hk=with_hk)
     assert STEPS + 2 <= step < 2 * STEPS
-    assert evaluations.number == 1
+    assert (evaluations, epochs) == (1, 1)
+
+
+@pytest.mark.parametrize("with_hk", [False, True])
+def test_a_signal_in_the_last_step_of_an_epoch_ends_fit_after_its_validation(shared_path, with_hk):
+    step, evaluations, epochs = stopped_by_a_signal(shared_path / "run", 2 * STEPS, with_hk=with_hk)
+    assert step == 2 * STEPS
+    assert (evaluations, epochs) == (2, 2)
 
 
 def test_the_epochs_metrics_are_written_once(parts, whole):

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from hvdkit.data.aligned import aligned_empty, tensor_of
 from hvdkit.data.files.formats import BlockRows
 
-_NUMBERS = {pa.from_numpy_dtype(code) for code in "bhilBHILefd"}
+_NUMBERS = {pa.from_numpy_dtype(code).id for code in "bhilBHILefd"}
 _READ_UNCHANGED = (
     pa.types.is_primitive,
     pa.types.is_binary,
@@ -55,7 +55,7 @@ def to_numpy(chunks: pa.ChunkedArray, fill: Any) -> np.ndarray | Ragged:
     Raises:
         TypeError: The type is not supported, or values are missing.
     """
-    if chunks.num_chunks == 1 and chunks.type in _NUMBERS and not chunks.null_count:
+    if chunks.num_chunks == 1 and chunks.type.id in _NUMBERS and not chunks.null_count:
         return chunks.chunk(0).to_numpy()  # the usual case: the checks below take longer than this
     array = chunks.combine_chunks()
     if isinstance(array, pa.ChunkedArray):

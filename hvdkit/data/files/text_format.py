@@ -118,10 +118,13 @@ class DelimitedFormat(LineFormat):
             raise
 
     def _parsed(self, text: bytes) -> dict[str, np.ndarray]:
-        options = csv.ReadOptions(use_threads=False, column_names=[*self._types], block_size=len(text) + 1)
-        # Starts faster than read_csv.
-        with csv.open_csv(pa.BufferReader(text), options, self._parse_options, self._convert_options) as reader:
-            return self.arrays(reader.read_all())
+        table = csv.read_csv(  # open_csv starts faster, but parses in Arrow's own threads
+            pa.BufferReader(text),
+            csv.ReadOptions(use_threads=False, column_names=[*self._types], block_size=len(text) + 1),
+            self._parse_options,
+            self._convert_options,
+        )
+        return self.arrays(table)
 
     def _raise_for_line(self, source: OpenFile, numbers: np.ndarray, error: Exception) -> None:
         """Raise DataError for the first line that cannot be parsed alone."""
