@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdkit.data import GlobalBatches
+from hvdkit.data.files.scanning import digest
 from hvdkit.data.files.source import _pieces
 
 ROWS = (37, 1, 60, 22)  # of the files
@@ -93,3 +94,12 @@ def test_the_pieces_of_a_batch_are_its_rows_in_each_block(blocks, data):
         numbers.append(number)
     assert found.tolist() == indices.tolist()
     assert numbers == sorted(set(numbers))
+
+
+def test_the_digest_of_many_blocks_does_not_depend_on_how_many_are_digested_at_once(files, monkeypatch):
+    source, _ = files
+    names = [(name, file.size) for name, (file, _) in source._files.items()]
+    expected = digest((names, source._block_starts.tolist()))
+    for number in (1, 3, 4096):
+        monkeypatch.setattr("hvdkit.data.files.source._DIGESTED_AT_ONCE", number)
+        assert source.digest() == expected

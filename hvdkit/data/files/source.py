@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol, get_args
 
 import numpy as np
 import optree
+import xxhash
 
 from hvdkit.data.block_order import BlockOrder, Lanes
 from hvdkit.data.files.formats import BlockRows, Format, OnError
@@ -15,7 +16,7 @@ from hvdkit.data.files.kept_open import close_idle
 from hvdkit.data.files.listing import File, Paths
 from hvdkit.data.files.reading_ahead import BlockCache, in_order
 from hvdkit.data.files.records import RecordFormat
-from hvdkit.data.files.scanning import Scan, ScannedFile, agree_on_columns, columns_of, digest
+from hvdkit.data.files.scanning import Scan, ScannedFile, agree_on_columns, columns_of
 from hvdkit.data.indexed import IndexedSource, Shuffle, batches_of_epoch
 from hvdkit.data.order import Order, RankRows, Remainder, shuffled_indices
 from hvdkit.data.permutation import Permutation
@@ -24,6 +25,8 @@ from hvdkit.errors import DataError, describe
 _Rows = np.ndarray | slice  # a slice has a start and an end
 # Up to this many examples (4 MB), the full shuffle of files is that of arrays: uniform over all permutations.
 _UNIFORM_EXAMPLES = 2**20
+# Of the numbers of rows, whose text takes 50 bytes each.
+_DIGESTED_AT_ONCE = 2**12
 # Up to this size, a full shuffle keeps files in memory that are read in blocks.
 _SMALL_BYTES = 2**30
 
@@ -273,7 +276,12 @@ class FileSource:
     def digest(self) -> int:
         """Return a digest of the files' sizes and rows. Their folders may differ between hosts and runs."""
         names = [(name, file.size) for name, (file, _) in self._files.items()]
-        return digest((names, self._block_starts.tolist()))
+        hasher = xxhash.xxh3_64(f"({names}, [".encode())
+        for i in range(0, len(self._block_starts), _DIGESTED_AT_ONCE):
+            part = str(self._block_starts[i : i + _DIGESTED_AT_ONCE].tolist())[1:-1]
+            hasher.update(f"{', ' if i else ''}{part}".encode())
+        hasher.update(b"])")
+        return hasher.intdigest()
 
     def _load(self, block: int) -> Any:
         number = int(np.searchsorted(self._first_blocks, block, side="right")) - 1
