@@ -160,11 +160,14 @@ def test_a_missing_file_shows_without_reading_tensors(one):
     assert "DAMAGED" in str(found)
 
 
-@pytest.mark.parametrize("what", ["nowhere", "empty"])
-def test_no_checkpoint_is_an_error_with_the_remedy(tmp_path, what):
+@pytest.mark.parametrize(
+    ("what", "remedy"),
+    [("nowhere", "correct the path$"), ("empty", "correct the path, or, .* wait for its first save$")],
+)
+def test_no_checkpoint_is_an_error_with_the_remedy(tmp_path, what, remedy):
     (tmp_path / "empty").mkdir()
     for tool in (hk.checkpoint.inspect, hk.checkpoint.verify, lambda p: hk.checkpoint.export_npy(p, tmp_path / "to")):
-        with pytest.raises(hk.CheckpointError, match=f"{what}.*; pass a logdir"):
+        with pytest.raises(hk.CheckpointError, match=f"{what}.*; {remedy}"):
             tool(tmp_path / what)
 
 
