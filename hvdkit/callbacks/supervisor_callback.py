@@ -43,8 +43,8 @@ class SupervisorCallback(keras.callbacks.Callback):
 
     Raises:
         HvdkitError: in ``fit``, as for ``hk.Supervisor``.
-        SystemExit: with code 75, at the end of ``fit`` after SIGTERM or SIGINT, or instead of the validation of an
-            incomplete epoch, without calling ``on_epoch_end`` and ``on_train_end`` of other callbacks.
+        SystemExit: with code 75, after SIGTERM, SIGINT or SIGUSR1: at the end of ``fit``, or instead of the validation
+            of an incomplete epoch, without calling ``on_epoch_end`` and ``on_train_end`` of other callbacks.
 
     Examples:
         >>> import tempfile

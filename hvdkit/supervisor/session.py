@@ -116,8 +116,8 @@ class Supervisor:
         >>> with hk.Supervisor(logdir, model=model, data=batches, save_model_secs=60) as sv:
         ...     for x, y in sv.batches():
         ...         sv.step(loss=model.train_on_batch(x, y))
-        >>> sv.restored_from.name, sv.global_step
-        ('step-000000006', 10)
+        >>> sv.restored_from.name, sv.global_step, sv.preempted
+        ('step-000000006', 10, False)
     """
 
     def __init__(
@@ -243,20 +243,7 @@ class Supervisor:
 
     @property
     def preempted(self) -> bool:
-        """Whether all ranks have agreed to stop because of a signal; the same on all ranks after every step.
-
-        Examples:
-            >>> import tempfile
-            >>> import hvdkit as hk
-            >>> cluster = hk.init()
-            >>> logdir = hk.broadcast_object(tempfile.mkdtemp())  # one folder for all ranks
-            >>> with hk.Supervisor(logdir, state={"task": "counting"}, save_model_secs=None) as sv:
-            ...     while not sv.should_stop():
-            ...         sv.step()
-            ...         sv.request_stop()  # not a signal
-            >>> sv.preempted
-            False
-        """
+        """Whether all ranks have agreed to stop because of a signal; the same on all ranks after every step."""
         return self._preempted is not None
 
     @property

@@ -25,7 +25,7 @@ from hvdkit.errors import DataError, describe
 _Rows = np.ndarray | slice  # a slice has a start and an end
 # Up to this many examples (4 MB), the full shuffle of files is that of arrays: uniform over all permutations.
 _UNIFORM_EXAMPLES = 2**20
-# Of the numbers of rows, whose text takes 50 bytes each.
+# Numbers of rows that are turned into text at a time, which takes about 50 bytes each.
 _DIGESTED_AT_ONCE = 2**12
 # Up to this size, a full shuffle keeps files in memory that are read in blocks.
 _SMALL_BYTES = 2**30
