@@ -168,7 +168,10 @@ class CombiningMixin(DistributedMixin):
         shard = shard_of(reference_variable)
         inner = getattr(reference_variable, "_value", None)
         # The slots of a table in host memory are also in host memory.
-        with tf.device(inner.device) if isinstance(inner, tf.Variable) else contextlib.nullcontext():
+        device = tf.device(inner.device) if isinstance(inner, tf.Variable) else contextlib.nullcontext()
+        # In a step that is being traced, TensorFlow would initialize the slot later and lose what is assigned here.
+        created = contextlib.nullcontext() if shard is None else tf.init_scope()
+        with created, device:
             first = initializer if shard is None else "zeros"
             slot = super().add_variable_from_reference(reference_variable, name=name, initializer=first)  # type: ignore[misc]
         if is_local(reference_variable):
