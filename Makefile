@@ -22,7 +22,7 @@ BIN := $(abspath $(VENV))/bin
 RUN := env PATH="$(BIN):$$PATH" OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 	OMPI_MCA_rmaps_base_oversubscribe=1
 
-.PHONY: help setup demo test lint docs docs-check tutorials tutorials-check bench dist dist-check compatibility lock \
+.PHONY: help setup demo smoke test test-all test-rest test-nightly lint docs docs-check tutorials tutorials-check bench dist dist-check compatibility lock \
 	clean
 
 help: ## show this list
@@ -33,8 +33,23 @@ setup: $(VENV)/.horovod ## make the environment: pinned packages, hvdkit, Horovo
 demo: setup ## train the CIFAR-10 network on real images over $(NP) ranks
 	@$(RUN) hvdkit run -np $(NP) -- python models/train.py cifar10
 
-test: setup ## run the tests: one process, 1 to 4 ranks under MPI, Gloo, jobs that fail
-	$(RUN) python tests/run.py $(TESTS)
+smoke: setup ## train small programs with each launcher, compare them with one process: a minute
+	@$(RUN) hvdkit doctor --smoke
+
+# Seconds of each launch and test of the last run; tests/run.py ends with the slowest.
+SECONDS_FILE = .cache/test-seconds-$@.json
+
+test: setup ## run the core of the tests: ten minutes on two slow cores
+	$(RUN) python tests/run.py --tier core --seconds $(SECONDS_FILE) $(TESTS)
+
+test-all: setup ## run all tests but the nightly ones: half an hour
+	$(RUN) python tests/run.py --tier all --seconds $(SECONDS_FILE) $(TESTS)
+
+test-rest: setup ## run what test-all has and test lacks
+	$(RUN) python tests/run.py --tier rest --seconds $(SECONDS_FILE) $(TESTS)
+
+test-nightly: setup ## run every test, every fault under every launcher, Slurm, 20 GB: hours
+	$(RUN) python tests/run.py --tier nightly --seconds $(SECONDS_FILE) $(TESTS)
 
 lint: $(VENV)/.packages ## ruff (rules, format), mypy, and the schema of the workflows
 	$(BIN)/ruff check .

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers.speed import WAIT
+from helpers.tiers import MARKS, TIERS, selects
 
 from hvdkit.machine.launcher import launched_rank
 
@@ -25,6 +26,12 @@ class Recorder:
     def __init__(self, folder: Path, rank: int) -> None:
         self._file = (folder / f"rank-{rank}.jsonl").open("a")
         self._reports: list[pytest.TestReport] = []
+        self._processes = 0
+        sys.addaudithook(self._count)
+
+    def _count(self, event: str, arguments: object) -> None:
+        if event == "subprocess.Popen":
+            self._processes += 1
 
     def _write(self, **line: object) -> None:
         self._file.write(json.dumps(line) + "\n")
@@ -51,7 +58,7 @@ class Recorder:
         self._write(test=nodeid, outcome=outcome, detail="\n".join(details), seconds=seconds)
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        self._write(ended=int(exitstatus))
+        self._write(ended=int(exitstatus), processes=self._processes)
 
 
 def outcome_of(reports: list[pytest.TestReport]) -> str:
@@ -69,7 +76,13 @@ def report_text(report: pytest.TestReport) -> str:
     return "\n".join([report.longreprtext, *sections])
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tier", choices=TIERS, help="run the tests of a tier; without it, all that are named")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    for mark, meaning in MARKS.items():
+        config.addinivalue_line("markers", f"{mark}: {meaning}")
     if RECORDS:
         config.pluginmanager.register(Recorder(Path(RECORDS), launched_rank().rank), "hvdkit-recorder")
 
@@ -83,6 +96,17 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of the tier that run at this number of ranks."""
+    tier = config.getoption("--tier")
+    if tier is None:
+        return
+    size = launched_rank().size
+    kept = [item for item in items if selects(tier, size, item)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
 
 
 def pytest_runtest_logfinish() -> None:

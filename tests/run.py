@@ -1,29 +1,33 @@
-"""Run all tests: in one process, on 1 to 4 ranks under MPI and under Gloo, and as jobs that fail.
+"""Run the tests of a tier: in one process, on 1 to 4 ranks under MPI and under Gloo, and as jobs that fail.
 
-    python tests/run.py
-    python tests/run.py --np 2 3 --no-gloo -k optimizer
-    python tests/run.py --np 3 --contract-np     # all of tests/parallel on 3 ranks
+    python tests/run.py                        # the core: ten minutes
+    python tests/run.py --tier all             # half an hour
+    python tests/run.py --np 2 3 -k optimizer  # all matching tests, whatever their tier
     python tests/run.py --unit-only
 
 Test folders:
 
     tests/unit      in one process, without jobs
-    tests/parallel  all on 2 ranks under MPI; tests marked `contract`, at least one per contract of the design, also
-                    on 1, 3 and 4 ranks, and those of UNDER_GLOO on 2 ranks under Gloo, which has another transport
+    tests/parallel  each file on 2 ranks under MPI; a test's mark `ranks` names other numbers of ranks. Those files of
+                    UNDER_GLOO also run on 2 ranks under Gloo, which has another transport
     tests/jobs      start jobs, with every launcher: jobs that succeed, fail, are slow, or lose a host, on this
                     host and on several in network namespaces
+
+Marks of a test name its tier and its numbers of ranks: see tests/helpers/tiers.py.
 
 A launch has no limit on its total time; it is ended as hung if no test ends for ``--stall`` seconds. Limits in
 seconds are multiplied by the machine's slowdown (tests/helpers/speed.py), measured at the start and again before the
 tests that measure how soon a job ends.
 
 One launch runs all tests of a number of ranks, because starting TensorFlow takes seconds. A test counts once per
-launch, and has failed if it failed on any rank. The last line is "N passed, M failed".
+launch, and has failed if it failed on any rank. The run ends with the slowest tests and the seconds of each launch, and
+its last line is "N passed, M failed".
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import shutil
@@ -44,16 +48,19 @@ import psutil
 import tyro
 from helpers import speed
 from helpers.jobs import BIN, PERMISSIONS
-from helpers.outcomes import Launch, reason, report
+from helpers.outcomes import Launch, reason, report, slowest
+from helpers.tiers import Tier
 
 ROOT = Path(__file__).resolve().parents[1]
+SHOWN = 25
+"""Number of the slowest tests that a run ends with."""
 STOP = threading.Event()
 """Set if this run is interrupted: every launch ends, and no new one starts."""
 # Files of tests/jobs that compare the seconds until a job ends, and the names of their launches.
 TIMED = {"test_hosts.py": "jobs on hosts, timed", "test_one_host.py": "jobs here, timed"}
-FIRST = ("np=2, MPI", "jobs", "unit", "np=4, MPI")
-"""Names of the launches that take longest, in an order in which two at a time end soonest."""
-# Files whose tests marked `contract` cover every kind of exchange: under Gloo only the exchange differs.
+RECORDED = ROOT / "tests" / "seconds.json"
+"""Seconds of each launch of a tier, written by --record: the longest launch starts first."""
+# Files that cover every kind of exchange: under Gloo only the exchange differs.
 UNDER_GLOO = (
     "test_checkpoint.py",
     "test_cluster.py",
@@ -78,12 +85,12 @@ UNDER_GLOO = (
 class Config:
     """Run hvdkit's tests."""
 
+    tier: Tier = "core"
+    """Tests to run: core (ten minutes on two slow cores), all (half an hour), rest (all without core) or nightly."""
     np: tuple[int, ...] = (1, 2, 3, 4)
     """Numbers of ranks under MPI; one launch of tests/parallel for each."""
-    contract_np: tuple[int, ...] = (1, 3, 4)
-    """Numbers of --np on which only tests marked `contract` run. With -k, all matching tests run."""
     gloo: bool = True
-    """Run the contract tests of every kind of exchange again without MPI, with `horovodrun --gloo`."""
+    """Run the tests of every kind of exchange again without MPI, with `horovodrun --gloo`; not in the core tier."""
     gloo_np: int = 2
     """Number of ranks of the launch under Gloo."""
     unit: Annotated[bool, tyro.conf.arg(aliases=["--single"])] = True
@@ -91,13 +98,17 @@ class Config:
     unit_only: Annotated[bool, tyro.conf.arg(aliases=["--single-only"])] = False
     """Run only tests/unit."""
     k: Annotated[str, tyro.conf.arg(aliases=["-k"])] = ""
-    """Run only the tests that match this pytest expression."""
+    """Run the tests that match this pytest expression, in each tier that runs them."""
     jobs: Annotated[bool, tyro.conf.arg(aliases=["--faults"])] = True
     """Run tests/jobs: jobs under every launcher, on this host and on several in network namespaces."""
     stall: float = 600.0
     """Seconds without a finished test after which a launch is ended as hung. Its total time has no limit."""
     keep: bool = False
     """Keep the folder with every rank's output, and print its path."""
+    seconds: Path | None = None
+    """Write the seconds of each launch and test to this JSON file."""
+    record: bool = False
+    """Keep the seconds of this run's launches in tests/seconds.json, which orders the launches of later runs."""
 
 
 def program(name: str) -> str:
@@ -111,8 +122,8 @@ def program(name: str) -> str:
 
 def launches(config: Config, folder: Path) -> list[Launch]:
     """Return all launches of this run in order."""
-    pytest = [sys.executable, "-X", "faulthandler", "-m", "pytest", "-q", *(["-k", config.k] if config.k else [])]
-    contract = [*pytest, *([] if config.k else ["-m", "contract"])]
+    pytest = [sys.executable, "-X", "faulthandler", "-m", "pytest", "-q"]
+    pytest += ["-k", config.k] if config.k else ["--tier", config.tier]
     listed = []
     if config.unit or config.unit_only:
         command = [*pytest, "--continue-on-collection-errors", "tests/unit"]
@@ -122,44 +133,52 @@ def launches(config: Config, folder: Path) -> list[Launch]:
     if config.jobs:
         ignored = [f"--ignore=tests/jobs/{file}" for file in TIMED]
         listed.append(Launch("jobs", 1, [*pytest, *ignored, "tests/jobs"], folder / "jobs"))
-        for file, name in TIMED.items():
+        for file, name in TIMED.items() if config.tier != "core" or config.k else ():
             listed.append(Launch(name, 1, [*pytest, f"tests/jobs/{file}"], folder / file))
     for n in config.np:
         mpirun = [program("mpirun"), "-np", str(n), "--bind-to", "none"]
         path = folder / f"mpi-{n}"
-        tests = contract if n in config.contract_np else pytest
-        listed.append(Launch(f"np={n}, MPI", n, [*mpirun, *to_files(tests, path, "OMPI_COMM_WORLD_RANK")], path))
-    if config.gloo:
+        listed.append(Launch(f"np={n}, MPI", n, [*mpirun, *to_files(pytest, path, "OMPI_COMM_WORLD_RANK")], path))
+    if config.gloo and (config.tier != "core" or config.k):
         n, path = config.gloo_np, folder / f"gloo-{config.gloo_np}"
         horovodrun = [program("horovodrun"), "--gloo", "-np", str(n)]
-        command = to_files(contract, path, "HOROVOD_RANK", [f"tests/parallel/{name}" for name in UNDER_GLOO])
+        command = to_files(pytest, path, "HOROVOD_RANK", [f"tests/parallel/{name}" for name in UNDER_GLOO])
         listed.append(Launch(f"np={n}, Gloo", n, [*horovodrun, *command], path))
     return listed
 
 
-def run_all(listed: list[Launch], stall: float) -> Iterator[Launch]:
+def longest_first(listed: list[Launch], tier: Tier) -> list[Launch]:
+    """Return the launches in the order of their recorded seconds; unknown ones come first."""
+    recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
+    seconds = recorded.get(tier, {})
+    return sorted(listed, key=lambda launch: -seconds.get(launch.name, float("inf")))
+
+
+def lanes() -> int:
+    """Return the number of launches at a time: ranks that wait for each other leave cores free."""
+    return max(2, len(os.sched_getaffinity(0)) // 2)
+
+
+def run_all(listed: list[Launch], config: Config) -> Iterator[Launch]:
     """Run all launches, and yield each when it ends.
 
-    Launches of several ranks only fill two cores while they start; later their ranks wait for each other. So two
-    launches run at the same time, and when one ends the next one begins, in the order of FIRST. Tests that measure how
-    soon a job ends have the machine to themselves.
+    When a launch ends, the next one begins. Tests that measure how soon a job ends come last and run alone.
     """
     timed = [launch for launch in listed if launch.name in TIMED.values()]
-    others = [launch for launch in listed if launch not in timed]
-    others.sort(key=lambda launch: [*FIRST, launch.name].index(launch.name))
+    others = longest_first([launch for launch in listed if launch not in timed], config.tier)
 
     def run_one(launch: Launch) -> Launch:
         if not STOP.is_set():
             print(f"{launch.name} ...", flush=True)
-            run(launch, stall)
+            run(launch, config.stall)
         return launch
 
-    for together in (others, timed):
+    for together, workers in ((others, lanes()), (timed, 1)):
         if not together:
             continue
         os.environ[speed.VARIABLE] = f"{max(speed.slowdown(), speed.measure()):.2f}"  # the load may have increased
         print(f"slowdown of this machine: {speed.slowdown():.2f}", flush=True)
-        with ThreadPoolExecutor(2) as pool:
+        with ThreadPoolExecutor(workers) as pool:
             running = [pool.submit(run_one, launch) for launch in together]
             for done in as_completed(running):
                 yield done.result()
@@ -232,26 +251,42 @@ def main() -> int:
         signal.signal(number, stop)
     config = tyro.cli(Config, description=__doc__)
     folder = Path(tempfile.mkdtemp(prefix="hvdkit-tests-"))
-    passed, failures = 0, []
+    ended: list[Launch] = []
+    failures = []
     try:
-        for launch in run_all(launches(config, folder), config.stall):
+        for launch in run_all(launches(config, folder), config):
+            ended.append(launch)
             print(f"{launch.name:12} {launch.summary()}", flush=True)
             text = report(launch)
             if text:
                 print(text, flush=True)
-            passed += len(launch.passed)
             failures += [f"{test} [{launch.name}] - {reason(details)}" for test, details in launch.failures.items()]
     finally:
         if config.keep:
             print(f"every rank's output is in {folder}")
         else:
             shutil.rmtree(folder, ignore_errors=True)
+    passed = sum(len(launch.passed) for launch in ended)
     if not passed and not failures:
         print("no test ran; is -k right?")
+    else:
+        print(slowest(ended, SHOWN))
+    write_seconds(config, ended)
     for failure in failures:  # again at the end: users read the last lines first
         print(f"FAILED {failure}")
     print(f"{passed} passed, {len(failures)} failed")
     return 0 if passed and not failures else 1
+
+
+def write_seconds(config: Config, ended: list[Launch]) -> None:
+    """Write the seconds of launches and tests, as --seconds and --record ask for."""
+    if config.seconds is not None:
+        config.seconds.parent.mkdir(parents=True, exist_ok=True)
+        config.seconds.write_text(json.dumps({launch.name: launch.record() for launch in ended}, indent=1))
+    if config.record:
+        recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
+        recorded[config.tier] = {launch.name: round(launch.seconds) for launch in ended}
+        RECORDED.write_text(json.dumps(recorded, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

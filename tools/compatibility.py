@@ -208,7 +208,7 @@ def contract_requirements() -> list[str]:
 
 
 def run_contracts(row: Row, source: Path, folder: Path, log: Path) -> tuple[str, list[str]]:
-    """Run the contract tests of the sources in ``source`` on two ranks.
+    """Run the core tests of the sources in ``source`` on two ranks.
 
     Returns:
         The number of tests that passed and failed, and the names of those that failed.
@@ -219,7 +219,7 @@ def run_contracts(row: Row, source: Path, folder: Path, log: Path) -> tuple[str,
     if not attempt([*pip, *packages], folder, log):
         return f"**fails**: no such packages, see {log}", []
     output = folder / "contracts.log"
-    select = ["--np", RANKS, "--contract-np", RANKS, "--no-unit", "--no-jobs", "--no-gloo"]
+    select = ["--tier", "core", "--np", RANKS, "--no-unit", "--no-jobs"]
     attempt([str(folder / "bin" / "python"), str(source / "tests" / "run.py"), *select], folder, output, timeout=None)
     text = output.read_text(encoding="utf-8")
     with log.open("a") as file:

@@ -20,6 +20,8 @@ class Launch:
     """One command that runs tests on ``size`` ranks, and its results.
 
     ``failures`` maps a test's id, or the name of a problem outside the tests, to the details of each rank.
+    ``test_seconds`` has the seconds of the slowest rank, and ``processes`` counts the ranks and the processes that
+    tests started, without those that these started in turn.
     """
 
     name: str
@@ -33,6 +35,8 @@ class Launch:
     skipped: dict[str, str] = field(default_factory=dict)
     failures: dict[str, dict[int, str]] = field(default_factory=dict)
     not_run: int = 0
+    test_seconds: dict[str, float] = field(default_factory=dict)
+    processes: int = 0
 
     def read(self) -> None:
         """Read the ranks' records into ``passed``, ``skipped`` and ``failures``."""
@@ -42,7 +46,9 @@ class Launch:
             for line in lines:
                 if "test" in line:
                     ended.setdefault(line["test"], {})[rank] = line
+        self.processes = self.size + sum(line.get("processes", 0) for lines in ranks for line in lines)
         for test, by_rank in ended.items():
+            self.test_seconds[test] = max(line.get("seconds", 0.0) for line in by_rank.values())
             failed = {rank: line["detail"] for rank, line in by_rank.items() if line["outcome"] == "failed"}
             if failed:
                 self.failures[test] = failed
@@ -82,6 +88,28 @@ class Launch:
         skipped = f", {len(self.skipped)} skipped" if self.skipped else ""
         not_run = f", {self.not_run} not run" if self.not_run else ""
         return f"{len(self.passed)} passed, {len(self.failures)} failed{skipped}{not_run} in {self.seconds:.1f} s"
+
+    def record(self) -> dict[str, Any]:
+        """Return the seconds and counts of this launch, for a JSON file."""
+        return {
+            "seconds": round(self.seconds, 1),
+            "cases": len(self.passed) + len(self.failures),
+            "processes": self.processes,
+            "tests": self.test_seconds,
+        }
+
+
+def slowest(launches: list[Launch], count: int) -> str:
+    """Return lines with the slowest tests, and the seconds, cases and process starts of each launch."""
+    tests = [(seconds, test, launch.name) for launch in launches for test, seconds in launch.test_seconds.items()]
+    lines = [f"{'seconds':>9}  slowest tests"]
+    lines += [f"{seconds:9.2f}  {test} [{name}]" for seconds, test, name in sorted(tests, reverse=True)[:count]]
+    lines.append(f"{'seconds':>9} {'cases':>6} {'starts':>6}  launches")
+    for launch in sorted(launches, key=lambda each: -each.seconds):
+        cases = len(launch.passed) + len(launch.failures)
+        lines.append(f"{launch.seconds:9.1f} {cases:6} {launch.processes:6}  {launch.name}")
+    lines.append(f"{sum(launch.processes for launch in launches)} processes started by launchers and tests")
+    return "\n".join(lines)
 
 
 def report(launch: Launch) -> str:

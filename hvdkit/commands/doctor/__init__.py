@@ -11,6 +11,7 @@ reading order:
     software_checks.py  Python, TensorFlow, Keras, NumPy, Horovod, mpi4py
     mpi_checks.py       the MPI library, the launchers, pitfalls of Open MPI
     host_checks.py      cores, root, shared memory, ssh, environment, network interfaces, GPUs
+    smoke.py            trains small programs (smoke_program.py) instead of the other checks
     live_checks.py      two ranks start with each launcher and run one allreduce (allreduce.py); the algorithm of
                         MPI's allreduce (algorithm.py)
     report.py           shows the findings, as text or JSON
@@ -27,6 +28,8 @@ from tyro.conf import arg
 from hvdkit.errors import describe
 from hvdkit.machine.terminal import is_terminal
 
+_SMOKE_FACTOR = 5
+
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor:
@@ -41,6 +44,7 @@ class Doctor:
         hvdkit doctor -np 8        for 8 ranks
         hvdkit doctor --no-run     without starting ranks
         hvdkit doctor --json       for programs
+        hvdkit doctor --smoke      train small programs with each launcher, in about a minute
 
     See `hvdkit docs doctor`.
     """
@@ -51,8 +55,11 @@ class Doctor:
     """Start two ranks with each launcher, and run one allreduce."""
     json: bool = False
     """Print JSON instead of text."""
+    smoke: bool = False
+    """Instead of the other checks, train small programs with each launcher, compare them with one process, continue
+    from a checkpoint at another number of ranks and kill a rank. The last line is "N passed, M failed"."""
     timeout: float = 60.0
-    """Seconds after which a probe or a start of ranks counts as hung."""
+    """Seconds after which a probe or a start of ranks counts as hung; five times as many with --smoke."""
 
     def __post_init__(self) -> None:
         if self.np < 1:
@@ -63,6 +70,10 @@ class Doctor:
 
 def doctor(config: Doctor) -> int:
     """Run every check, print the report on stdout, and return the exit code."""
+    if config.smoke:
+        from hvdkit.commands.doctor.smoke import smoke
+
+        return smoke(_SMOKE_FACTOR * config.timeout)
     from rich.console import Console
 
     from hvdkit.commands.doctor import report

@@ -1,0 +1,68 @@
+"""Which tests run: each belongs to a tier and, in tests/parallel, runs at some numbers of ranks.
+
+    @pytest.mark.core           # in every tier
+    @pytest.mark.ranks(2, 3)    # of tests/parallel: at these numbers of ranks; without the mark only at 2
+    @pytest.mark.full           # not in the core tier; the default, except in tests/unit
+    @pytest.mark.nightly        # in the nightly tier only
+
+    core     `make test`: ten minutes on two slow cores
+    rest     what `all` has in addition
+    all      `make test-all`: half an hour
+    nightly  `make test-nightly`: every test; those of tests/parallel at 2 and 3 ranks whatever their mark says
+
+A test of tests/unit is in the core tier unless it is marked otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import pytest
+
+Tier = Literal["core", "rest", "all", "nightly"]
+TIERS: tuple[str, ...] = get_args(Tier)
+MARKS = {
+    "core": "in every tier, also in `make test`",
+    "full": "not in the core tier",
+    "nightly": "in the nightly tier only",
+    "ranks(*numbers)": "the numbers of ranks at which a test of tests/parallel runs, default 2",
+}
+_OF_TESTS = ("core", "full", "nightly")
+_NIGHTLY_RANKS = (2, 3)
+
+
+def selects(tier: Tier, size: int, item: pytest.Item) -> bool:
+    """Return True if a tier runs this test on ``size`` ranks.
+
+    Raises:
+        pytest.UsageError: the test's marks are invalid.
+    """
+    own = tier_of(item)
+    if tier == "nightly":
+        return size in _NIGHTLY_RANKS or size in ranks_of(item)
+    in_tier = own == "core" if tier == "core" else own == "full" if tier == "rest" else own != "nightly"
+    return in_tier and size in ranks_of(item)
+
+
+def tier_of(item: pytest.Item) -> str:
+    """Return "core", "full" or "nightly": the closest mark of a test, its class or its module."""
+    for mark in item.iter_markers():
+        if mark.name in _OF_TESTS:
+            return mark.name
+        if mark.name == "contract":
+            return "core"
+    return "core" if "unit" in item.path.parts else "full"
+
+
+def ranks_of(item: pytest.Item) -> tuple[int, ...]:
+    """Return the numbers of ranks at which a test runs: 1 outside tests/parallel."""
+    mark = item.get_closest_marker("ranks")
+    if "parallel" not in item.path.parts:
+        if mark is not None:
+            raise pytest.UsageError(f"{item.nodeid}: ranks(...) is a mark of tests/parallel; remove it")
+        return (1,)
+    if mark is None:
+        return (1, 2, 3, 4) if item.get_closest_marker("contract") else (2,)
+    if not mark.args or not all(isinstance(n, int) and 1 <= n <= 4 for n in mark.args):
+        raise pytest.UsageError(f"{item.nodeid}: got ranks{mark.args}, expected numbers from 1 to 4, e.g. ranks(2, 3)")
+    return mark.args
