@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -22,8 +24,9 @@ def load_horovod() -> ModuleType:
 
     Raises:
         ImportError: Horovod is missing or was built for another TensorFlow; the message names
-            ``hvdkit build-horovod``.
+            ``hvdkit build-horovod``. Or Keras is set to another backend than TensorFlow.
     """
+    _check_keras_backend()
     load_tensorflow()
     try:
         import horovod.tensorflow as hvd
@@ -44,6 +47,22 @@ def load_horovod() -> ModuleType:
             name="horovod",
         ) from error
     return hvd
+
+
+def _check_keras_backend() -> None:
+    """Raise ImportError if Keras uses, or will use, another backend: Horovod's import would fail, with other advice."""
+    backend = os.environ.get("KERAS_BACKEND")
+    where = "KERAS_BACKEND"
+    if (keras := sys.modules.get("keras")) is not None and hasattr(keras, "config"):
+        backend = keras.config.backend()
+    elif backend is None:
+        file = Path(os.environ.get("KERAS_HOME", Path.home() / ".keras")) / "keras.json"
+        where = str(file)
+        with suppress(OSError, ValueError, AttributeError):
+            backend = json.loads(file.read_text(encoding="utf-8")).get("backend")
+    if backend not in (None, "", "tensorflow"):
+        remedy = "export KERAS_BACKEND=tensorflow before Keras is imported"
+        raise ImportError(describe(where, backend, "tensorflow, whose variables hvdkit trains", remedy), name="keras")
 
 
 def start_horovod(

@@ -53,7 +53,8 @@ def DistributedOptimizer(
     learning rate and, if ``optimizer`` is built, the slots; other attributes are shared. If the learning rate is a
     function, it may read ``optimizer.iterations``, so the iteration count is shared as well and ``optimizer`` can be
     wrapped only once. Under the ``mixed_float16`` policy the result is a ``LossScaleOptimizer`` around the copy; it
-    unscales gradients only if ``scale_loss`` is called, as ``fit`` does.
+    unscales gradients only if ``scale_loss`` is called, as ``fit`` does. To train without loss scaling, pass the plain
+    optimizer to ``model.compile(..., auto_scale_loss=False)`` and call ``hk.fit``.
 
     Gradients of local variables (``hk.register_local_variables``) are scaled but not exchanged. Users can also
     call ``register_local_var(variable)`` on the copy before it is built.
@@ -107,6 +108,35 @@ def DistributedOptimizer(
         >>> float(w) == 1 - 0.5 * (hk.size() - 1)
         True
     """
+    return distribute(
+        optimizer,
+        adds_loss_scale=keras.config.dtype_policy().name == "mixed_float16" and not isinstance(optimizer, LossScale),
+        op=op,
+        compression=compression,
+        accumulate_steps=accumulate_steps,
+        clip_global_norm=clip_global_norm,
+        sparse_updates=sparse_updates,
+        shard_states=shard_states,
+        process_set=process_set,
+    )
+
+
+def distribute(
+    optimizer: keras.optimizers.Optimizer,
+    *,
+    adds_loss_scale: bool = False,
+    op: ReduceOp | None = Average,
+    compression: str | None = None,
+    accumulate_steps: int = 1,
+    clip_global_norm: float | None = None,
+    sparse_updates: SparseUpdates = "auto",
+    shard_states: bool = False,
+    process_set: RankGroup = None,
+) -> keras.optimizers.Optimizer:
+    """Do what :func:`DistributedOptimizer` does, with or without adding a ``LossScaleOptimizer``.
+
+    ``model.compile`` has added one to the model's optimizer already, unless its user passed ``auto_scale_loss=False``.
+    """
     _check_optimizer(optimizer)
     wire_dtype(compression)
     steps = _accumulation(optimizer, accumulate_steps)
@@ -133,7 +163,7 @@ def DistributedOptimizer(
     reduction = Reduction(op=combining_op, combines=op is not None, group=group, **options)
     if shard_states:
         _check_shardable_state(optimizer)
-    if keras.config.dtype_policy().name == "mixed_float16" and not isinstance(optimizer, LossScale):
+    if adds_loss_scale:
         wrapped = _wrap_loss_scale(LossScale(copy_of(optimizer, type(optimizer))), reduction)
         wrapped._scaled = False  # added implicitly: unscale gradients only after a call of scale_loss
     else:

@@ -16,7 +16,7 @@ import numpy as np
 from hvdkit import cluster
 from hvdkit.cluster.agreement import gather
 from hvdkit.errors import describe
-from hvdkit.optimizer.distributed import DistributedOptimizer
+from hvdkit.optimizer.distributed import distribute
 from hvdkit.optimizer.mixins import DistributedMixin
 from hvdkit.sharding.variables import broadcast_variables
 
@@ -102,7 +102,7 @@ def _load(path: Path, custom_objects: Any, compiles: bool, safe_mode: bool, opti
         remedy = "save a .keras file, or pass compile=False and compile again"
         raise ValueError(describe("path", got, "a .keras file", remedy))
     if not isinstance(optimizer, DistributedMixin):
-        model.optimizer = DistributedOptimizer(optimizer, **options)
+        model.optimizer = distribute(optimizer, **options)
     if cluster.size() > 1 and model.jit_compile:
         model.jit_compile = False  # Horovod has no XLA kernels
     if in_two_steps and model.built:

@@ -15,7 +15,7 @@ from hvdkit.cluster.logs import warn_once
 from hvdkit.collectives.ops import ReduceOp
 from hvdkit.errors import describe
 from hvdkit.optimizer.copies import Original
-from hvdkit.optimizer.distributed import DistributedOptimizer
+from hvdkit.optimizer.distributed import distribute
 from hvdkit.optimizer.mixins import DistributedMixin
 
 _MAX_OPTIMIZERS = 64  # longer lists are assumed to contain something else
@@ -175,7 +175,7 @@ def _distributed(value: Any, wrapped: dict[int, Any]) -> Any:
         return value
     if isinstance(value, keras.optimizers.Optimizer):
         if id(value) not in wrapped:
-            wrapped[id(value)] = new = DistributedOptimizer(value)
+            wrapped[id(value)] = new = distribute(value)
             new._hvdkit_original = Original(value, _rate(value))
         return wrapped[id(value)]
     items = [_distributed(item, wrapped) for item in _items(value)]

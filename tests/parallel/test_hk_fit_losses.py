@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.as_one import compare
+from helpers.as_one import compare, line
 
 import hvdkit as hk
 from hvdkit.collectives.batch_share import share_of_batch
@@ -84,3 +84,24 @@ def test_second_gradients_of_collectives_are_refused_on_uneven_shares(rng):
             total = tf.reduce_sum(hk.allreduce(x, hk.Sum) ** 3)
         with pytest.raises(hk.HvdkitError, match="second-order gradient of allreduce"):
             inner.gradient(total, x)
+
+
+@pytest.mark.parametrize("scales", [True, False])
+def test_compile_decides_whether_losses_are_scaled(rng, scales):
+    """Under mixed_float16 ``auto_scale_loss=False`` trains without a LossScaleOptimizer, as in one process."""
+    x, y = line(rng)
+    y = y / 100  # no gradient overflows, however the ranks divide the batch
+
+    def build():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+        model.compile(keras.optimizers.SGD(0.1), "mse", auto_scale_loss=scales)
+        return model
+
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        one, many = compare(build, x, y, batch_size=11, epochs=2, rtol=2e-3, atol=2e-3)
+    finally:
+        keras.config.set_dtype_policy(before)
+    assert isinstance(one.optimizer, keras.optimizers.LossScaleOptimizer) == scales
+    assert isinstance(many.optimizer, keras.optimizers.LossScaleOptimizer) == scales
