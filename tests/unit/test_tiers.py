@@ -7,6 +7,9 @@ import sys
 
 import pytest
 import run as runner
+from helpers.tiers import MARKS, selects
+
+pytest_plugins = ["pytester"]
 
 TESTS = """
 import pytest
@@ -22,65 +25,77 @@ def test_full(): pass
 def test_sizes(): pass
 """
 OF_ONE_PROCESS = TESTS.replace("@pytest.mark.ranks(1, 3)\n", "")
+EVERY = ["plain", "core", "nightly", "full", "sizes"]
 
 
 @pytest.fixture
-def collected(tmp_path):
-    """Return a function that lists the tests that a tier runs in a folder on some ranks."""
-    (tmp_path / "conftest.py").write_text((runner.ROOT / "tests/conftest.py").read_text())
+def names(pytester):
+    """Return a function that lists the tests of a text that a tier runs in a folder on some ranks."""
+    pytester.makeini("[pytest]\nmarkers =\n" + "".join(f"    {mark}: -\n" for mark in MARKS))
 
-    def collect(folder, tier, ranks=1, text=TESTS):
-        path = tmp_path / folder / "test_it.py"
+    def select(folder, tier, ranks=1, text=TESTS):
+        path = pytester.path / folder / "test_it.py"
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-        launched = (
-            "import os, sys, pytest; os.environ.update(OMPI_COMM_WORLD_RANK='0', OMPI_COMM_WORLD_SIZE=sys.argv[1], "
-        )
-        launched += "OMPI_COMM_WORLD_LOCAL_RANK='0', OMPI_COMM_WORLD_LOCAL_SIZE=sys.argv[1]); "
-        launched += f"sys.path.insert(0, {str(runner.ROOT / 'tests')!r}); sys.exit(pytest.main(sys.argv[2:]))"
-        options = ["-q", "--collect-only", "--strict-markers", "--import-mode=importlib", "-p", "no:cacheprovider"]
-        options += ["--rootdir", str(tmp_path), "--tier", tier, str(path)]
-        command = [sys.executable, "-c", launched, str(ranks), *options]
-        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-        names = (
-            []
-            if result.returncode
-            else [line.rpartition("::test_")[2] for line in result.stdout.splitlines() if "::test_" in line]
-        )
-        return names, result.stdout + result.stderr
+        items, _ = pytester.inline_genitems("--import-mode=importlib", path)
+        return [item.name.removeprefix("test_") for item in items if selects(tier, ranks, item)]
 
-    return collect
-
-
-def test_each_tier_runs_its_tests(collected):
-    every = ["plain", "core", "nightly", "full", "sizes"]
-    for folder, tier, expected in [
-        ("jobs", "core", ["core", "sizes"]),
-        ("jobs", "rest", ["plain", "full"]),
-        ("jobs", "all", ["plain", "core", "full", "sizes"]),
-        ("jobs", "nightly", every),
-        ("unit", "core", ["plain", "core", "sizes"]),
-    ]:
-        assert collected(folder, tier, text=OF_ONE_PROCESS)[0] == expected, (folder, tier)
-
-
-def test_a_mark_names_the_numbers_of_ranks(collected):
-    assert collected("parallel", "core", ranks=2)[0] == ["core"]
-    assert collected("parallel", "core", ranks=3)[0] == ["sizes"]
-    assert collected("parallel", "all", ranks=3)[0] == ["sizes"]
-    assert collected("parallel", "nightly", ranks=3)[0] == ["plain", "core", "nightly", "full", "sizes"]
-    assert collected("parallel", "nightly", ranks=1)[0] == ["sizes"]
+    return select
 
 
 @pytest.mark.parametrize(
-    ("tier", "text", "words"),
+    ("folder", "tier", "expected"),
     [
-        ("hourly", TESTS, "invalid choice: 'hourly'"),
-        ("core", TESTS.replace("mark.full", "mark.slow"), "'slow' not found in `markers`"),
-        ("core", TESTS.replace("ranks(1, 3)", "ranks(0)"), "expected numbers from 1 to 4"),
-        ("core", TESTS.replace("ranks(1, 3)", "ranks()"), "expected numbers from 1 to 4"),
+        ("jobs", "core", ["core", "sizes"]),
+        ("jobs", "rest", ["plain", "full"]),
+        ("jobs", "all", ["plain", "core", "full", "sizes"]),
+        ("jobs", "nightly", EVERY),
+        ("unit", "core", ["plain", "core", "sizes"]),
     ],
 )
-def test_an_unknown_tier_or_mark_is_an_error(collected, tier, text, words):
-    names, output = collected("parallel", tier, ranks=2, text=text)
-    assert not names and words in output
+def test_each_tier_runs_its_tests(names, folder, tier, expected):
+    assert names(folder, tier, text=OF_ONE_PROCESS) == expected
+
+
+@pytest.mark.parametrize(
+    ("tier", "ranks", "expected"),
+    [
+        ("core", 2, ["core"]),
+        ("core", 3, ["sizes"]),
+        ("all", 3, ["sizes"]),
+        ("nightly", 3, EVERY),
+        ("nightly", 1, ["sizes"]),
+    ],
+)
+def test_a_mark_names_the_numbers_of_ranks(names, tier, ranks, expected):
+    assert names("parallel", tier, ranks) == expected
+
+
+@pytest.mark.parametrize("mark", ["ranks(0)", "ranks()", "ranks('two')"])
+def test_a_wrong_number_of_ranks_is_an_error(names, mark):
+    with pytest.raises(pytest.UsageError, match="expected numbers from 1 to 4"):
+        names("parallel", "core", 2, TESTS.replace("ranks(1, 3)", mark))
+
+
+def test_ranks_are_for_tests_of_all_ranks(names):
+    with pytest.raises(pytest.UsageError, match="mark of tests/parallel"):
+        names("jobs", "core")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"), [(["--tier", "hourly"], "invalid choice: 'hourly'"), (["test_it.py"], "'slow' not found")]
+)
+def test_an_unknown_tier_or_mark_is_an_error(tmp_path, arguments, words):
+    (tmp_path / "conftest.py").write_text((runner.ROOT / "tests/conftest.py").read_text())
+    (tmp_path / "setup.cfg").write_text((runner.ROOT / "setup.cfg").read_text())
+    (tmp_path / "test_it.py").write_text(TESTS.replace("mark.full", "mark.slow"))
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "--override-ini",
+        f"pythonpath={runner.ROOT / 'tests'}",
+    ]
+    result = subprocess.run([*command, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode != 0 and words in result.stdout + result.stderr
