@@ -3,12 +3,13 @@
     @pairwise(dtype=["float16", "float32", "float64"], n=[3, 20_000], mode=["eager", "graph"])
     def test_sum(dtype, n, mode): ...  # 6 cases, not 12
 
-Most defects depend on one parameter or on two at once. With two parameters the cases are the product.
+Most defects depend on one parameter or on two at once. With two parameters the cases are the product. A loop inside a
+test costs less than a test per case: ``for dtype, n in printed(pairs(dtype=..., n=...))``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -49,19 +50,29 @@ def covering(sizes: Sequence[int]) -> list[tuple[int, ...]]:
     return cases
 
 
-def pairwise(contract_every: int | None = None, **axes: Sequence[Any]) -> pytest.MarkDecorator:
+def pairwise(ranks: Sequence[int] = (), **axes: Sequence[Any]) -> pytest.MarkDecorator:
     """Return the mark that runs a test with every pair of its parameters' values.
 
     Args:
-        contract_every: see :func:`contract_in`.
+        ranks: see :func:`some_at`.
     """
+    return pytest.mark.parametrize(",".join(axes), some_at(ranks, pairs(**axes)) if ranks else pairs(**axes))
+
+
+def pairs(**axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return tuples of values, one per axis, with every pair of two axes' values."""
     values = list(axes.values())
-    cases = [tuple(axis[at] for axis, at in zip(values, case, strict=True)) for case in covering([*map(len, values)])]
-    return pytest.mark.parametrize(
-        ",".join(axes), cases if contract_every is None else contract_in(cases, contract_every)
-    )
+    return [tuple(axis[at] for axis, at in zip(values, case, strict=True)) for case in covering([*map(len, values)])]
 
 
-def contract_in(cases: Sequence[tuple[Any, ...]], every: int) -> list[Any]:
-    """Return test parameters of which every n-th case is marked `contract`, for tests that take long to trace."""
-    return [pytest.param(*case, marks=[pytest.mark.contract] * (i % every == 0)) for i, case in enumerate(cases)]
+def printed(cases: Iterable[Any]) -> Iterator[Any]:
+    """Yield the cases of a loop inside a test, and print each: the output of a failed test ends with its case."""
+    for case in cases:
+        print(f"case: {case}")
+        yield case
+
+
+def some_at(ranks: Sequence[int], cases: Sequence[tuple[Any, ...]], every: int = 8) -> list[Any]:
+    """Return test parameters of which every n-th case also runs at these numbers of ranks, the others at 2."""
+    mark = pytest.mark.ranks(*sorted({2, *ranks}))
+    return [pytest.param(*case, marks=[mark] * (i % every == 0)) for i, case in enumerate(cases)]

@@ -8,7 +8,7 @@ from hvdkit import cluster
 from hvdkit.cluster.agreement import gather
 from hvdkit.supervisor.lockstep import lockstep
 
-pytestmark = pytest.mark.contract
+pytestmark = pytest.mark.ranks(2, 3)
 
 
 @pytest.fixture(autouse=True)

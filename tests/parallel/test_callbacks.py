@@ -245,7 +245,6 @@ def test_nobody_is_kept_alive_for_having_a_state():
     assert len(step_callbacks._stateful) <= before + 1  # Keras may keep a reference to the last one
 
 
-@pytest.mark.contract
 def test_divergence_in_fit_ends_it_on_every_rank(rank, size):
     class Tamper(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):

@@ -30,7 +30,7 @@ def convolutional(classes=2):
     )
 
 
-@pytest.mark.contract
+@pytest.mark.ranks(1, 2)
 def test_keras_mnist(rank, size, tmp_path):
     """Every rank shuffles the whole data set and trains fewer epochs."""
     hvd.init()
@@ -53,7 +53,6 @@ def test_keras_mnist(rank, size, tmp_path):
     assert len(list(tmp_path.glob("*.keras"))) == (epochs if rank == 0 else 0)
 
 
-@pytest.mark.contract
 def test_tensorflow2_keras_mnist(rank, size):
     dataset = tf.data.Dataset.from_tensor_slices((tf.constant(IMAGES), tf.constant(LABELS)))
     dataset = dataset.repeat().shuffle(96).batch(16)
@@ -82,7 +81,6 @@ def test_tensorflow2_keras_mnist(rank, size):
     hk.compare_variables(model.trainable_variables)
 
 
-@pytest.mark.contract
 def test_tensorflow2_mnist(rank, size):
     """A loop with a tape, and variables broadcast after the first step, inside the function."""
     keras.utils.set_random_seed(rank)

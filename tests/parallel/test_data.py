@@ -8,8 +8,6 @@ from helpers.as_one import same_weights
 
 import hvdkit as hk
 
-pytestmark = pytest.mark.contract
-
 hk.init()
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(45, 3)).astype(np.float32)

@@ -12,7 +12,7 @@ from hvdkit import cluster
 from hvdkit.collectives.digests import digest
 from hvdkit.supervisor.divergence import DivergenceDetector, replicated
 
-pytestmark = pytest.mark.contract
+pytestmark = pytest.mark.ranks(2, 3)
 
 DTYPES = ["float16", "bfloat16", "float32", "float64", "int8", "uint16", "int32", "int64", "uint64", "complex64"]
 

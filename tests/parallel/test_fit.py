@@ -31,7 +31,7 @@ def spread_after_fit(optimizer):
     return float(np.max(hk.allreduce(weights, hk.Max) - hk.allreduce(weights, hk.Min)))
 
 
-@pytest.mark.contract
+@pytest.mark.ranks(2, 3)
 def test_fit_averages_and_the_check_would_notice():
     """Horovod's own Keras optimizer fails the same check on Keras 3: it runs, raises no error and does not average."""
     import horovod.tensorflow.keras as raw
@@ -58,7 +58,6 @@ def test_mixed_float16_in_a_loop_without_scale_loss_does_not_unscale(mixed_float
     np.testing.assert_allclose(variable.numpy(), [-2.0])
 
 
-@pytest.mark.contract
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_an_overflow_on_one_rank_is_skipped_by_all(accumulate):
     optimizer = hk.DistributedOptimizer(

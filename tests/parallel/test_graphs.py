@@ -82,7 +82,7 @@ def test_loops_whose_turns_do_not_depend_on_each_other(rank, size):
     assert mapped(tf.range(30.0) + rank).numpy().tolist() == expected
 
 
-@pytest.mark.contract
+@pytest.mark.ranks(2, 3)
 def test_branches_that_all_ranks_take_alike(rank, size):
     @tf.function
     def step(flag, x):
@@ -100,7 +100,7 @@ def test_constants_are_not_reduced_once_and_for_all(rank, size):
         assert constant.numpy().tolist() == [size, 2 * size] and float(highest) == size - 1
 
 
-@pytest.mark.contract
+@pytest.mark.ranks(2, 3)
 def test_a_last_batch_that_is_smaller_on_one_rank(rank, size):
     """That rank retraces its step, with another constant weight; its peers do not."""
     w = tf.Variable([2.0])

@@ -12,7 +12,7 @@ from hvdkit.cluster import world
 from hvdkit.cluster.exchange import ObjectExchange
 from hvdkit.cluster.progress import collective
 
-pytestmark = pytest.mark.contract
+pytestmark = pytest.mark.ranks(2, 3)
 
 
 class LateRequest:

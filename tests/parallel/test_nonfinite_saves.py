@@ -12,8 +12,6 @@ import tensorflow as tf
 
 import hvdkit as hk
 
-pytestmark = pytest.mark.contract
-
 
 class Run:
     """A dense layer with BatchNormalization, and an embedding whose rows and slots are sharded over the ranks."""

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import hvdkit as hk
 
-pytestmark = pytest.mark.contract
+pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
 PARTITIONS = ["div", "mod"]
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import hvdkit as hk
 
-pytestmark = pytest.mark.contract
+pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
 OVER_MPI = hk.cluster.exchange().over_mpi
 SMALL, LARGE = 3, 20_000

@@ -9,7 +9,7 @@ from helpers.pairwise import pairwise
 
 import hvdkit as hk
 
-pytestmark = pytest.mark.contract
+pytestmark = pytest.mark.ranks(1, 2, 3)
 
 # (rows of the table, width): tiny tables are sent dense with the other gradients; fewer rows than ranks; a large
 # width; large tables, sent in the cheaper of both forms.

@@ -15,7 +15,7 @@ from helpers.faults import flip
 
 import hvdkit as hk
 
-pytestmark = [pytest.mark.contract, pytest.mark.usefixtures("removed")]
+pytestmark = pytest.mark.usefixtures("removed")
 
 
 def session(logdir: Path, **options) -> hk.Supervisor:
