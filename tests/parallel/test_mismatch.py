@@ -3,31 +3,24 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.as_one import assert_mismatch, raises_on_several
+from helpers.as_one import assert_mismatch
+from helpers.pairwise import printed
 
 import hvdkit as hk
 
-pytestmark = pytest.mark.contract
+pytestmark = pytest.mark.ranks(2, 3)
 
 LARGE = 20_000
 
 
-@pytest.fixture(autouse=True)
-def usable_afterwards(rank, size):
-    yield
+def assert_usable(rank, size):
     assert hk.allreduce(np.arange(3) + rank, hk.Sum).tolist() == [size * i + sum(range(size)) for i in range(3)]
     assert (hk.allreduce(tf.ones([LARGE]), hk.Sum) == size).numpy().all()
     assert hk.allgather_object(rank) == list(range(size))
 
 
-def one_differs(rank, size):
-    """Return True on one rank, the last; a single rank cannot differ."""
-    return size > 1 and rank == size - 1
-
-
-def unlike(rank, size):
-    """Return for each mistake: one rank's call, the other ranks' call, and text that the message must contain."""
-    odd = one_differs(rank, size)
+def unlike(odd, size):
+    """Return for each mistake: a call that differs on the ``odd`` rank, and text that the message must contain."""
     x = np.ones((LARGE, 2), np.float32)
     return {
         "shape": (lambda: hk.allreduce(x[:-1] if odd else x), ["float32[19999, 2]", "float32[20000, 2]"]),
@@ -53,10 +46,10 @@ def unlike(rank, size):
     }
 
 
-@pytest.mark.parametrize("mistake", unlike(0, 1))
-def test_unlike_calls_are_an_error_on_every_rank(mistake, rank, size):
-    call, words = unlike(rank, size)[mistake]
-    assert_mismatch(call, words)
+def test_unlike_calls_are_an_error_on_every_rank(rank, size):
+    for _, (call, words) in printed(unlike(rank == size - 1, size).items()):
+        assert_mismatch(call, words)
+        assert_usable(rank, size)
 
 
 class Unpicklable:
@@ -114,27 +107,27 @@ BAD_ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("everywhere", [True, False])
-@pytest.mark.parametrize("name", BAD_ARGUMENTS)
-def test_bad_arguments_are_an_error_on_every_rank(name, everywhere, rank, size):
-    """The rank at fault gets the specific error, the other ranks one that names that rank."""
-    bad, kind, words = BAD_ARGUMENTS[name]
-    if everywhere or size == 1:
-        if name.startswith("a root object") and rank != size - 1:
-            kind = hk.CollectiveMismatchError
-        with pytest.raises(kind, match=words):
+@pytest.mark.ranks(1, 2, 3)
+def test_bad_arguments_are_an_error_on_every_rank(rank, size):
+    """If one rank is at fault, it gets the specific error, and the other ranks one that names that rank."""
+    for name, (bad, kind, words) in printed(BAD_ARGUMENTS.items()):
+        of_root = name.startswith("a root object")
+        others = hk.CollectiveMismatchError if of_root else kind
+        with pytest.raises(kind if rank == size - 1 else others, match=words):
             bad()
-        return
-    if rank == size - 1:
-        with pytest.raises(kind, match=words):
-            bad()
-    else:
-        with pytest.raises(hk.CollectiveMismatchError, match=f"rank {size - 1}.*{words}"):
-            hk.broadcast_object(1, size - 1) if name.startswith("a root object") else hk.barrier()
+        assert_usable(rank, size)
+        with pytest.raises(kind if rank == size - 1 else hk.CollectiveMismatchError, match=words) as error:
+            if rank == size - 1:
+                bad()
+            elif of_root:
+                hk.broadcast_object(1, size - 1)
+            else:
+                hk.barrier()
+        assert rank == size - 1 or f"rank {size - 1}" in str(error.value)
+        assert_usable(rank, size)
 
 
-def graph_mistakes(rank, size):
-    odd = one_differs(rank, size)
+def graph_mistakes(odd, size):
     x = tf.ones([3])
     return {
         "dtype reduced": lambda: hk.allreduce(tf.ones([3], tf.float64 if odd else tf.float32)),
@@ -166,30 +159,34 @@ def graph_mistakes(rank, size):
     }
 
 
-@pytest.mark.parametrize("mistake", graph_mistakes(0, 1))
-def test_unlike_tensors_inside_graphs_are_an_error_on_every_rank(mistake, rank, size):
-    step = tf.function(graph_mistakes(rank, size)[mistake], autograph=False)
-    with raises_on_several(tf.errors.OpError, r"(?i)mismatched"):
-        step()
+def test_unlike_tensors_inside_graphs_are_an_error_on_every_rank(rank, size):
+    for _, call in printed(graph_mistakes(rank == size - 1, size).items()):
+        with pytest.raises(tf.errors.OpError, match=r"(?i)mismatched"):
+            tf.function(call, autograph=False)()
+        assert_usable(rank, size)
 
 
-@pytest.mark.parametrize("splits", [[5], [3], [-1, 5], [1, 1, 1, 1, 0]])
-def test_splits_inside_graphs_are_checked_before_anything_is_sent(splits, size):
+@pytest.mark.ranks(1, 2, 3)
+def test_splits_inside_graphs_are_checked_before_anything_is_sent(rank, size):
     """Horovod itself would drop the rows that splits leave out; here the error does not involve the peers."""
     step = tf.function(lambda x, splits: hk.alltoall(x, splits), autograph=False)
-    wrong = splits if len(splits) > size else splits + [0] * (size - len(splits))
-    with pytest.raises(tf.errors.InvalidArgumentError, match="splits: expected one non-negative row count"):
-        step(tf.ones([4]), tf.constant(wrong))
+    for splits in printed([[5], [3], [-1, 5], [1, 1, 1, 1, 0]]):
+        wrong = splits if len(splits) > size else splits + [0] * (size - len(splits))
+        with pytest.raises(tf.errors.InvalidArgumentError, match="splits: expected one non-negative row count"):
+            step(tf.ones([4]), tf.constant(wrong))
+        assert_usable(rank, size)
 
 
 def test_variables_that_differ_are_named_and_left_alone(rank, size):
-    odd = one_differs(rank, size)
+    odd = rank == size - 1
     lists = {
         "shape": [tf.Variable(tf.fill([2 + odd], float(rank)), name="weights")],
         "dtype": [tf.Variable(tf.fill([2], tf.cast(rank, tf.float64 if odd else tf.float32)), name="weights")],
         "number": [tf.Variable(float(rank), name="weights")] * (2 + odd),
     }
-    for variables in lists.values():
-        with raises_on_several(hk.CollectiveMismatchError, rf"weights.*rank {size - 1}|rank {size - 1} has 3"):
+    for name in printed(lists):
+        variables = lists[name]
+        with pytest.raises(hk.CollectiveMismatchError, match=rf"weights.*rank {size - 1}|rank {size - 1} has 3"):
             hk.broadcast_variables(variables)
         assert (variables[0].numpy() == rank).all()
+        assert_usable(rank, size)
