@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.pairwise import pairwise
+from helpers.pairwise import pairs, printed
 
 import hvdkit as hk
 
-pytestmark = pytest.mark.contract
+pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
 # 4 numbers are sent with the comparison of calls; 4,200 are more than 16 KiB in every dtype.
 SIZES = [4, 4_200]
@@ -84,9 +84,6 @@ def cases(size, root):
     return found
 
 
-CASES = list(cases(1, 0))
-
-
 def inputs(size, rows, n):
     """Return values between 0.5 and 1.5 that differ on all ranks; each rank has some elements' minimum and maximum."""
     rng = np.random.default_rng(n)
@@ -127,29 +124,30 @@ def differences(reference, xs, rank, places):
     return np.array(found)
 
 
-@pairwise(case=CASES, n=SIZES, dtype=FLOATS, mode=["eager", "graph"])
-def test_gradients(case, n, dtype, mode, rank, size):
-    call, reference, rows = cases(size, size - 1)[case]
-    xs = [x.astype(tf.as_dtype(dtype).as_numpy_dtype).astype(np.float64) for x in inputs(size, rows, n)]
-    weights = weights_of(rank, reference(xs)[rank].shape, dtype)
-    found = gradient_of(call, tf.constant(xs[rank], dtype), weights, mode)
-    assert found is not None and found.dtype == dtype and found.shape == xs[rank].shape
-    places = [(int(row), column) for row in np.linspace(0, len(xs[rank]) - 1, 3) for column in (0, 1)]
-    expected = differences(reference, xs, rank, places)
-    mine = tf.cast(found, tf.float64).numpy()[tuple(np.transpose(places))]
-    np.testing.assert_allclose(mine, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * size * 4)
+def test_gradients(rank, size):
+    every = cases(size, size - 1)
+    for case, n, dtype, mode in printed(pairs(case=[*every], n=SIZES, dtype=FLOATS, mode=["eager", "graph"])):
+        call, reference, rows = every[case]
+        xs = [x.astype(tf.as_dtype(dtype).as_numpy_dtype).astype(np.float64) for x in inputs(size, rows, n)]
+        weights = weights_of(rank, reference(xs)[rank].shape, dtype)
+        found = gradient_of(call, tf.constant(xs[rank], dtype), weights, mode)
+        assert found is not None and found.dtype == dtype and found.shape == xs[rank].shape
+        places = [(int(row), column) for row in np.linspace(0, len(xs[rank]) - 1, 3) for column in (0, 1)]
+        expected = differences(reference, xs, rank, places)
+        mine = tf.cast(found, tf.float64).numpy()[tuple(np.transpose(places))]
+        np.testing.assert_allclose(mine, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * size * 4)
 
 
-@pytest.mark.parametrize("n", [4_096, 4_097])
-def test_the_size_of_a_message_makes_no_difference(n, size):
+def test_the_size_of_a_message_makes_no_difference(size):
     """The largest array that is sent with the comparison of calls, and the smallest that is not."""
-    x = tf.Variable(tf.ones([n]))
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_sum(hk.allreduce(x))
-    np.testing.assert_allclose(tape.gradient(loss, x), np.ones(n), rtol=1e-6)
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_sum((x - hk.allreduce(tf.reduce_mean(x))) ** 2)
-    np.testing.assert_allclose(tape.gradient(loss, x), np.zeros(n), atol=1e-5)
+    for n in printed([4_096, 4_097]):
+        x = tf.Variable(tf.ones([n]))
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(hk.allreduce(x))
+        np.testing.assert_allclose(tape.gradient(loss, x), np.ones(n), rtol=1e-6)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum((x - hk.allreduce(tf.reduce_mean(x))) ** 2)
+        np.testing.assert_allclose(tape.gradient(loss, x), np.zeros(n), atol=1e-5)
 
 
 def test_ties_share_the_gradient_of_an_extreme(size):
@@ -161,16 +159,16 @@ def test_ties_share_the_gradient_of_an_extreme(size):
         np.testing.assert_allclose(tape.gradient(loss, x), np.ones(3), rtol=1e-6)
 
 
-@pytest.mark.parametrize("zeros", [0, 1, 2])
-def test_a_product_with_zeros(zeros, rank, size):
-    values = [0.0 if r < zeros else r + 2.0 for r in range(size)]
-    x = tf.constant(values[rank])
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        y = hk.allreduce(x, hk.Product)
-    others = np.prod([v for r, v in enumerate(values) if r != rank])
-    assert float(y) == np.prod(values)
-    np.testing.assert_allclose(tape.gradient(y, x), size * others, rtol=1e-6)
+def test_a_product_with_zeros(rank, size):
+    for zeros in printed([0, 1, 2]):
+        values = [0.0 if r < zeros else r + 2.0 for r in range(size)]
+        x = tf.constant(values[rank])
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = hk.allreduce(x, hk.Product)
+        others = np.prod([v for r, v in enumerate(values) if r != rank])
+        assert float(y) == np.prod(values)
+        np.testing.assert_allclose(tape.gradient(y, x), size * others, rtol=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])

@@ -7,12 +7,13 @@ import threading
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.pairwise import pairs, printed
 
 import hvdkit as hk
 from hvdkit import cluster
 from hvdkit.collectives import calls, tensors
 
-pytestmark = pytest.mark.contract
+pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
 OVER_MPI = cluster.exchange().over_mpi
 SIZES = [3, 20_000]
@@ -23,65 +24,62 @@ def each_way(x, call):
     return [call(tf.constant(x)), tf.function(call, autograph=False)(tf.constant(x))]
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_nan_propagates_through_min_and_max(dtype, n, rank, size):
-    x = np.full(n, rank + 1.0)
-    x[0] = np.nan if rank == size - 1 else 1.0
-    x[1] = np.nan if rank == 0 else -np.inf
-    x[2] = np.inf
-    x = x.astype(tf.as_dtype(dtype).as_numpy_dtype)
-    for op, rest in ((hk.Min, 1), (hk.Max, size)):
-        for y in each_way(x, lambda x, op=op: hk.allreduce(x, op)):
-            y = tf.cast(y, tf.float64).numpy()
-            assert np.isnan(y[:2]).all() and y[2] == np.inf and (y[3:] == rest).all()
+def test_nan_propagates_through_min_and_max(rank, size):
+    for dtype, n in printed(pairs(dtype=["float16", "bfloat16", "float32", "float64"], n=SIZES)):
+        x = np.full(n, rank + 1.0)
+        x[0] = np.nan if rank == size - 1 else 1.0
+        x[1] = np.nan if rank == 0 else -np.inf
+        x[2] = np.inf
+        x = x.astype(tf.as_dtype(dtype).as_numpy_dtype)
+        for op, rest in ((hk.Min, 1), (hk.Max, size)):
+            for y in each_way(x, lambda x, op=op: hk.allreduce(x, op)):
+                y = tf.cast(y, tf.float64).numpy()
+                assert np.isnan(y[:2]).all() and y[2] == np.inf and (y[3:] == rest).all()
 
 
-@pytest.mark.parametrize("n", SIZES)
-def test_zeros_of_both_signs_are_ordered(n, rank, size):
-    x = np.full(n, -0.0 if rank else 0.0, np.float32)
-    for y in each_way(x, lambda x: hk.allreduce(x, hk.Min)):
-        assert np.signbit(y).all() == (size > 1)
-    for y in each_way(x, lambda x: hk.allreduce(x, hk.Max)):
-        assert not np.signbit(y).any()
+def test_zeros_of_both_signs_are_ordered(rank, size):
+    for n in printed(SIZES):
+        x = np.full(n, -0.0 if rank else 0.0, np.float32)
+        for y in each_way(x, lambda x: hk.allreduce(x, hk.Min)):
+            assert np.signbit(y).all() == (size > 1)
+        for y in each_way(x, lambda x: hk.allreduce(x, hk.Max)):
+            assert not np.signbit(y).any()
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32", "uint32", "int64"])
-def test_integers_wrap_around_and_their_average_does_not(dtype, n, rank, size):
-    highest = np.iinfo(dtype).max
-    values = [np.full(n, highest - r, dtype) for r in range(size)]
-    total = sum(int(v[0]) for v in values)
-    bits = np.iinfo(dtype).bits
-    wrapped = np.array(total % 2**bits, np.uint64).astype(dtype)
-    for y in each_way(values[rank], lambda x: hk.allreduce(x, hk.Sum)):
-        assert (y.numpy() == wrapped).all()
-    if dtype != "int64":
-        for y in each_way(values[rank], lambda x: hk.allreduce(x)):
-            assert (y.numpy() == total // size).all()
+def test_integers_wrap_around_and_their_average_does_not(rank, size):
+    for dtype, n in printed(pairs(dtype=["int8", "uint8", "int16", "int32", "uint32", "int64"], n=SIZES)):
+        highest = np.iinfo(dtype).max
+        values = [np.full(n, highest - r, dtype) for r in range(size)]
+        total = sum(int(v[0]) for v in values)
+        bits = np.iinfo(dtype).bits
+        wrapped = np.array(total % 2**bits, np.uint64).astype(dtype)
+        for y in each_way(values[rank], lambda x: hk.allreduce(x, hk.Sum)):
+            assert (y.numpy() == wrapped).all()
+        if dtype != "int64":
+            for y in each_way(values[rank], lambda x: hk.allreduce(x)):
+                assert (y.numpy() == total // size).all()
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_floats_near_their_limit(dtype, n, size):
+def test_floats_near_their_limit(size):
     """The sum is infinite for every message size, and the average finite."""
-    x = np.full(n, 0.75 * np.finfo(dtype).max, dtype)
-    for y in each_way(x, lambda x: hk.allreduce(x, hk.Sum)):
-        assert np.isinf(y).all() == (size > 1)
-    for y in each_way(x, hk.allreduce):
-        np.testing.assert_allclose(y, x, rtol=2e-3)
+    for dtype, n in printed(pairs(dtype=["float16", "float32"], n=SIZES)):
+        x = np.full(n, 0.75 * np.finfo(dtype).max, dtype)
+        for y in each_way(x, lambda x: hk.allreduce(x, hk.Sum)):
+            assert np.isinf(y).all() == (size > 1)
+        for y in each_way(x, hk.allreduce):
+            np.testing.assert_allclose(y, x, rtol=2e-3)
 
 
-@pytest.mark.parametrize("n", SIZES)
-def test_products_and_factors(n, rank, size):
-    x = np.full(n, rank + 2, np.int32)
-    for y in each_way(x, lambda x: hk.allreduce(x, hk.Product)):
-        assert (y.numpy() == np.prod(np.arange(size) + 2)).all()
-    for dtype, expected in (("float32", 1.5 * size), ("int32", 1 * size)):
-        ones = np.ones(n, dtype) * (3 if dtype == "int32" else 1)
-        factors = {"prescale_factor": 0.5, "postscale_factor": 3.0 if dtype == "float32" else 1.0}
-        for y in each_way(ones, lambda x, f=factors: hk.allreduce(x, hk.Sum, **f)):
-            assert (y.numpy() == expected).all()
+def test_products_and_factors(rank, size):
+    for n in printed(SIZES):
+        x = np.full(n, rank + 2, np.int32)
+        for y in each_way(x, lambda x: hk.allreduce(x, hk.Product)):
+            assert (y.numpy() == np.prod(np.arange(size) + 2)).all()
+        for dtype, expected in (("float32", 1.5 * size), ("int32", 1 * size)):
+            ones = np.ones(n, dtype) * (3 if dtype == "int32" else 1)
+            factors = {"prescale_factor": 0.5, "postscale_factor": 3.0 if dtype == "float32" else 1.0}
+            for y in each_way(ones, lambda x, f=factors: hk.allreduce(x, hk.Sum, **f)):
+                assert (y.numpy() == expected).all()
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -126,29 +124,27 @@ def test_too_many_elements_to_gather_are_refused_before_anything_is_sent(monkeyp
     assert calls.tensors is tensors
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int4", "uint4"])
-def test_narrow_dtypes_are_moved_exactly(dtype, n, rank, size):
-    numbers = (np.arange(n) + rank) % 7
-    x = tf.constant(numbers.astype(tf.as_dtype(dtype).as_numpy_dtype))
-    for call, expected in (
-        (hk.allgather, np.concatenate([(np.arange(n) + r) % 7 for r in range(size)])),
-        (lambda x: hk.broadcast(x, size - 1), (np.arange(n) + size - 1) % 7),
-    ):
-        for y in (call(x), tf.function(call, autograph=False)(x)):
-            assert y.dtype == dtype
-            np.testing.assert_array_equal(y.numpy().astype(np.float32), expected)
+def test_narrow_dtypes_are_moved_exactly(rank, size):
+    for dtype, n in printed(pairs(dtype=["float8_e4m3fn", "float8_e5m2", "int4", "uint4"], n=SIZES)):
+        numbers = (np.arange(n) + rank) % 7
+        x = tf.constant(numbers.astype(tf.as_dtype(dtype).as_numpy_dtype))
+        for call, expected in (
+            (hk.allgather, np.concatenate([(np.arange(n) + r) % 7 for r in range(size)])),
+            (lambda x: hk.broadcast(x, size - 1), (np.arange(n) + size - 1) % 7),
+        ):
+            for y in (call(x), tf.function(call, autograph=False)(x)):
+                assert y.dtype == dtype
+                np.testing.assert_array_equal(y.numpy().astype(np.float32), expected)
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 2)])
-def test_a_tensor_of_unknown_rank(shape, rank, size):
+def test_a_tensor_of_unknown_rank(rank, size):
     step = tf.function(
         lambda x: (hk.allgather(x), hk.allreduce(x, hk.Sum)), input_signature=[tf.TensorSpec(None)], autograph=False
     )
-    gathered, total = step(tf.fill(shape, float(rank)))
-    expected = np.concatenate([np.full(shape or (1,), r) for r in range(size)])
-    np.testing.assert_array_equal(gathered, expected)
-    np.testing.assert_array_equal(total, np.full(shape, sum(range(size))))
+    for shape in printed([(), (3,), (2, 2)]):
+        gathered, total = step(tf.fill(shape, float(rank)))
+        np.testing.assert_array_equal(gathered, np.concatenate([np.full(shape or (1,), r) for r in range(size)]))
+        np.testing.assert_array_equal(total, np.full(shape, sum(range(size))))
 
 
 def test_fractional_splits_are_refused_in_graphs(size):
