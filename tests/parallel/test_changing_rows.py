@@ -274,23 +274,3 @@ def test_who_has_which_row_is_saved(shared_path, rank, size):
     np.testing.assert_array_equal(again["layer"].ids(), state["layer"].ids())
     np.testing.assert_array_equal(again["layer"].gather(), state["layer"].gather())
     same_values(again["optimizer"].variables, state["optimizer"].variables)
-
-
-def test_ids_that_come_and_go_have_rules_of_their_own():
-    table = hk.layers.Table("t", 33, 2, evict="lru")
-    assert table.input_dim == 64
-    with pytest.raises(ValueError, match=r"evict of table 't': got fifo, expected None, 'lru' or 'lfu'"):
-        hk.layers.Table("t", 33, 2, evict="fifo")
-    with pytest.raises(ValueError, match=r"placements\['t'\]: got column, expected 'row' for a table that evicts"):
-        hk.layers.ShardedEmbeddingCollection([table], {"t": "column"})
-    orthogonal = hk.layers.Table("t", 33, 2, evict="lru", initializer="orthogonal")
-    with pytest.raises(ValueError, match="initializer of table 't'"):
-        hk.layers.ShardedEmbeddingCollection([orthogonal]).build()
-    layer = hk.layers.ShardedEmbedding(33, 2, evict="lru")
-    for call in (layer, tf.function(layer)):
-        said = "training: got None, expected True where table 'embeddings'"
-        with pytest.raises(LookupError, match=said), tf.GradientTape() as tape:
-            loss = tf.reduce_sum(call(tf.constant([1, 2])))
-            tape.gradient(loss, layer.trainable_variables)
-    with pytest.raises(ValueError, match="expected one created with evict="):
-        hk.layers.ShardedEmbedding(3, 2).ids()

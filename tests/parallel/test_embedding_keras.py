@@ -12,9 +12,9 @@ import pytest
 import tensorflow as tf
 from helpers.as_one import mine
 from helpers.jobs import call, environment
+from helpers.pairwise import printed
 
 import hvdkit as hk
-from hvdkit import registration
 
 ROWS, WIDTH, BATCH = 11, 4, 12
 Table = hk.layers.Table
@@ -32,7 +32,7 @@ def sequential(embedding):
     return keras.Sequential([embedding, keras.layers.Flatten(), keras.layers.Dense(1, kernel_initializer="ones")])
 
 
-@pytest.mark.contract
+@pytest.mark.ranks(1, 2)
 def test_a_sequential_without_input_equals_keras(rank, size):
     """Call, fit, evaluate and predict: Keras converts the ids to float32."""
     ids, y = data()
@@ -54,16 +54,9 @@ def test_a_sequential_without_input_equals_keras(rank, size):
         np.testing.assert_allclose(model(tf.constant(own_ids, dtype)), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_sequential_of_several_forms_of_ids(rank):
-    """(batch,), (batch, 1), and with a combiner (batch, k)."""
-    for combiner, shape, expected in ((None, (5,), (5, 4)), (None, (5, 1), (5, 1, 4)), ("mean", (5, 3), (5, 4))):
-        model = keras.Sequential([hk.layers.ShardedEmbedding(ROWS, WIDTH, combiner=combiner)])
-        assert model(np.ones(shape, "i8")).shape == expected
-
-
-@pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize(
-    ("bad", "said"), [(1.5, "ids, without their fraction: got 1"), (np.nan, "ids"), (11.0, "got 11")]
+    ("bad", "said", "traced"),
+    [(1.5, "ids, without their fraction: got 1", True), (np.nan, "ids", False), (11.0, "got 11", False)],
 )
 def test_floats_that_are_no_rows_are_an_error_on_every_rank(bad, said, traced, rank, size):
     layer = hk.layers.ShardedEmbedding(ROWS, WIDTH)
@@ -74,49 +67,6 @@ def test_floats_that_are_no_rows_are_an_error_on_every_rank(bad, said, traced, r
     if bad != 11:
         with pytest.raises(ValueError, match="without their fraction"):
             hk.layers.ShardedEmbedding(ROWS, WIDTH, out_of_range="drop")(ids)
-
-
-@pytest.mark.parametrize(
-    ("rows", "dtype", "options"),
-    [
-        (2**24 + 1, "float32", {}),
-        (2**11 + 1, "float16", {}),
-        (2**8 + 1, "bfloat16", {}),
-        (64, "float32", {"evict": "lru"}),
-        (10, "float32", {"out_of_range": "wrap"}),
-    ],
-)
-def test_floats_that_do_not_hold_every_row_are_refused(rows, dtype, options):
-    """Keras's own layer silently rounds such ids."""
-    said = rf"ids of 'embeddings': got {dtype} \(exact up to .*keras.Input"
-    with pytest.raises(TypeError, match=said):
-        hk.layers.ShardedEmbedding(rows, 1, **options).compute_output_spec(keras.KerasTensor((None,), dtype))
-    if rows < 2**24:
-        policy = f"mixed_{dtype}" if "16" in dtype else dtype
-        with pytest.raises(TypeError, match=said):
-            keras.Sequential([hk.layers.ShardedEmbedding(rows, 1, dtype=policy, **options)])(tf.constant([[1, 2]]))
-
-
-def test_weights_keep_their_dtype(rank):
-    """Keras's autocast would round weights to the layer's compute dtype."""
-    layer = hk.layers.ShardedEmbedding(ROWS, 1, combiner="sum", embeddings_initializer="ones", dtype="mixed_float16")
-    found = layer((tf.constant([[1, 2]]), tf.constant([[1e5, -1e5 + 1]])))  # 100,000 is too large for float16
-    assert found.dtype == tf.float16 and found.numpy() == [[1.0]]
-
-
-@pytest.mark.parametrize(("form", "axes"), [("dense", 1), ("dense", 2), ("ragged", 2), ("ragged", 3), ("sparse", 2)])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_symbolic_outputs_have_the_form_of_real_ones(form, axes, weighted):
-    kind = {} if form == "dense" else {form: True}
-    given = [keras.Input((3, 2)[: axes - 1], dtype=dtype, **kind) for dtype in ("int32", "float32")]
-    layer = hk.layers.ShardedEmbedding(ROWS, WIDTH, combiner="mean")
-    found = layer(tuple(given) if weighted else given[0])
-    assert found.dtype == "float32" and not found.sparse and found.ragged == (form == "ragged" and axes == 3)
-    assert found.shape == ((None, WIDTH) if axes < 3 else (None, 3, WIDTH))
-    if form != "sparse" and not weighted:
-        apart = hk.layers.ShardedEmbedding(ROWS, WIDTH)
-        assert apart(given[0]).shape == (*given[0].shape, WIDTH) == apart.compute_output_shape(given[0].shape)
-        assert layer.compute_output_shape(given[0].shape) == found.shape
 
 
 # ---- mask_zero ------------------------------------------------------------------------------------------------
@@ -146,32 +96,6 @@ def test_mask_zero_equals_keras(after, rank, size):
     alone.train_on_batch(ids, y)
     np.testing.assert_allclose(layer.get_weights()[0], plain.get_weights()[0], rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(model.predict(ids, verbose=0), alone.predict(ids, verbose=0), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("form", ["dense", "ragged", "sparse", "weighted"])
-def test_a_combiner_leaves_padding_out(form, rank):
-    layer = hk.layers.ShardedEmbedding(ROWS, WIDTH, combiner="mean", mask_zero=True, seed=1)
-    layer.build()
-    given = {
-        "dense": tf.constant([[1, 0, 2], [0, 0, 0]]),
-        "ragged": tf.ragged.constant([[1, 0, 2], [0]]),
-        "sparse": tf.SparseTensor([[0, 0], [0, 1], [0, 2], [1, 1]], [1, 0, 2, 0], (2, 3)),
-        "weighted": (tf.constant([[1, 0, 2], [0, 0, 0]]), tf.constant([[1.0, 9.0, 1.0], [1.0, 1.0, 1.0]])),
-    }[form]
-    found, table = layer(given), layer.gather()
-    np.testing.assert_allclose(found, [(table[1] + table[2]) / 2, np.zeros(WIDTH)], rtol=1e-5, atol=1e-7)
-    assert getattr(found, "_keras_mask", None) is None
-
-
-def test_masks_of_requests_ragged_ids_and_collections(rank):
-    tables = [Table("a", ROWS, WIDTH, mask_zero=True), Table("b", ROWS, WIDTH, combiner="sum", mask_zero=True)]
-    layer = hk.layers.ShardedEmbeddingCollection(tables, {"a": "row"})
-    given = {"a": tf.constant([[1, 0]]), "b": tf.constant([[0, 2]])}
-    for found in (layer(given), layer(layer.ask(given))):
-        np.testing.assert_array_equal(found["a"]._keras_mask, [[True, False]])
-        assert getattr(found["b"], "_keras_mask", None) is None
-    one = hk.layers.ShardedEmbedding(ROWS, WIDTH, mask_zero=True)
-    assert one.compute_mask(tf.ragged.constant([[1, 0], [3]])).to_list() == [[True, False], [True]]
 
 
 # ---- regularizers, and what has no counterpart ----------------------------------------------------------------
@@ -205,8 +129,7 @@ def test_a_regularizer_equals_keras(partition, regularizer, op, rank, size):
     np.testing.assert_allclose(hk.allreduce(float(loss)), float(expected), rtol=1e-5)
 
 
-@pytest.mark.parametrize("traced", [False, True])
-def test_a_regularizer_beside_batches_of_unlike_sizes(traced, rank, size):
+def test_a_regularizer_beside_batches_of_unlike_sizes(rank, size):
     """The penalty's gradient does not depend on the distribution of examples, and is added once for two lookups."""
     layer = hk.layers.ShardedEmbedding(ROWS, WIDTH, embeddings_regularizer="l2", seed=1, dtype="float64")
     layer.build()
@@ -231,33 +154,16 @@ def test_a_regularizer_beside_batches_of_unlike_sizes(traced, rank, size):
             loss = tf.reduce_sum(found) / tf.cast(tf.maximum(tf.shape(ids)[0], 1), tf.float64) + sum(twice.losses)
         optimizer.apply(tape.gradient(loss, layer.trainable_variables), layer.trainable_variables)
 
-    (tf.function(step) if traced else step)(tf.constant(ids))
+    tf.function(step)(tf.constant(ids))
     expected = start - 2 * np.float64(keras.regularizers.L2().l2) * start
     expected[3] -= 2.0
     np.testing.assert_allclose(layer.gather(), expected, rtol=1e-6)
 
 
-def test_arguments_of_keras_embedding_that_have_no_counterpart():
-    make = hk.layers.ShardedEmbedding
-    with pytest.raises(TypeError, match="embeddings_constraint: got NonNeg, expected None"):
-        make(3, 2, embeddings_constraint=keras.constraints.NonNeg())
-    with pytest.raises(TypeError, match=r"weights: got list, .*embeddings_initializer"):
-        make(3, 2, weights=[np.zeros((3, 2))])
-    for name, value in (("lora_rank", 2), ("lora_alpha", 2), ("quantization_config", object())):
-        with pytest.raises(TypeError, match=f"{name}: got"):
-            make(3, 2, **{name: value})
-    assert make(3, 2, weights=None).get_config()["output_dim"] == 2
-    for regularizer in (keras.regularizers.OrthogonalRegularizer(), lambda x: 0.0, "no such"):
-        with pytest.raises(ValueError, match="regularizer of table 'embeddings'"):
-            make(3, 2, embeddings_regularizer=regularizer)
-    with pytest.raises(ValueError, match="expected None with evict"):
-        make(3, 2, embeddings_regularizer="l2", evict="lru")
-
-
 # ---- get_weights and set_weights ------------------------------------------------------------------------------
 
 
-@pytest.mark.contract
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("partition", ["mod", "div", "column", "replicated"])
 def test_weights_are_the_whole_table_in_and_out(partition, rank, size, shared_path):
     layer = hk.layers.ShardedEmbedding(ROWS, WIDTH, partition=partition)
@@ -284,57 +190,18 @@ def test_weights_of_a_collection_are_in_the_order_of_its_tables(rank, size):
         hk.layers.ShardedEmbeddingCollection([Table("e", 4, 2, evict="lru")]).get_weights()
 
 
-@pytest.mark.parametrize("bad", ["shape", "number"])
-def test_weights_that_do_not_fit_are_an_error_on_every_rank(bad, rank, size):
+def test_weights_that_do_not_fit_are_an_error_on_every_rank(rank, size):
     layer = hk.layers.ShardedEmbedding(ROWS, WIDTH)
     before, good = layer.get_weights()[0], np.zeros((ROWS, WIDTH))
-    given = [good] if rank < size - 1 else {"shape": [good.T], "number": [good, good]}[bad]
-    said = {"shape": r"full_array: got shape \[4, 11\]", "number": "weights: got 2 arrays, expected 1"}[bad]
-    with pytest.raises((ValueError, hk.CollectiveMismatchError), match=said):
-        layer.set_weights(given)
-    np.testing.assert_array_equal(layer.get_weights()[0], before)  # on no rank
+    for bad, said in printed(
+        [([good.T], r"full_array: got shape \[4, 11\]"), ([good, good], "weights: got 2 arrays, expected 1")]
+    ):
+        with pytest.raises((ValueError, hk.CollectiveMismatchError), match=said):
+            layer.set_weights([good] if rank < size - 1 else bad)
+        np.testing.assert_array_equal(layer.get_weights()[0], before)  # on no rank
 
 
 # ---- serialization and Keras's files --------------------------------------------------------------------------
-
-
-def layers_of_all_kinds():
-    adagrad = keras.optimizers.Adagrad(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9))
-    tables = [
-        Table("a", 9, 2, features=("x", "group/y"), initializer=keras.initializers.RandomUniform(-0.5, 0.5)),
-        Table("b", 8, 3, combiner="mean", features=("x",), optimizer=adagrad, regularizer="l2", mask_zero=True),
-        Table("c", 4, 2, evict="lfu"),
-    ]
-    one = {"embeddings_initializer": np.arange(18.0).reshape(9, 2), "embeddings_regularizer": "l1", "mask_zero": True}
-    return [
-        hk.layers.ShardedEmbedding(9, 2, combiner="sum", partition="div", seed=4, optimizer="adagrad", **one),
-        hk.layers.ShardedEmbeddingCollection(tables, {"a": "column"}, seed=4, out_of_range="drop", compression="bf16"),
-        hk.layers.ShardedEmbeddingCollection([Table("a", 9, 2)], dp_input=False, seed=1, dtype="mixed_bfloat16"),
-        hk.layers.ColumnParallelDense(5, activation="gelu", gather_output=True, use_bias=False, seed=3),
-        hk.layers.RowParallelDense(5, input_dim=4, input_is_parallel=False, kernel_initializer="ones"),
-    ]
-
-
-@pytest.mark.parametrize("number", range(5))
-def test_layers_are_made_again_by_keras(number):
-    layer = layers_of_all_kinds()[number]
-    registered = {name for name in keras.saving.get_custom_objects() if name.startswith("hvdkit>")}
-    assert (
-        registered == {f"hvdkit>{name}" for name in registration.LAYERS}
-        and f"hvdkit>{type(layer).__name__}" in registered
-    )
-    for again in (
-        keras.layers.deserialize(keras.layers.serialize(layer)),
-        keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(layer)),
-        type(layer).from_config(layer.get_config()),
-    ):
-        assert type(again) is type(layer)
-        mine, theirs = (keras.saving.serialize_keras_object(x) for x in (layer, again))
-        assert mine == theirs
-    if number < 3:
-        again.build(), layer.build()
-        for own, other in zip(again.weights, layer.weights, strict=True):
-            np.testing.assert_array_equal(own, other)
 
 
 def model_of_all_kinds(plan):
@@ -392,16 +259,6 @@ def test_a_file_that_one_process_wrote_is_read_at_any_number_of_ranks(written_by
     other.load_weights(written_by_one_process / "model.weights.h5")
     for model in (loaded, other):
         np.testing.assert_allclose(model.predict(ids_of_all_kinds(), verbose=0), expected, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("what", ["rows", "names"])
-def test_a_file_of_another_layer_is_refused(what):
-    layer = hk.layers.ShardedEmbeddingCollection([Table("a", 9, 2)], {"a": "row"})
-    layer.build()
-    stored = {"rows": {"a": np.zeros((8, 2), "f4")}, "names": {"b": np.zeros((9, 2), "f4")}}[what]
-    said = {"rows": r"got shape \[8, 2\] of 'a', expected \[9, 2\]", "names": r"got \['b'\], expected \['a'\]"}[what]
-    with pytest.raises(ValueError, match=said):
-        layer.load_own_variables(stored)
 
 
 def test_a_file_is_refused_if_it_would_hold_one_ranks_part(rank, size, shared_path):

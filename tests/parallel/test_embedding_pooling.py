@@ -164,15 +164,6 @@ def test_fewer_rows_or_columns_than_ranks(placement, rank, size):
     np.testing.assert_allclose(layer.gather("t"), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_combiner_needs_a_known_number_of_axes(rank, size):
-    """Otherwise the shape at run time would decide whether the ids are one example or several."""
-    layer = hk.layers.ShardedEmbedding(ROWS, WIDTH, combiner="sum")
-    layer.build()
-    unknown = tf.function(layer.ask, input_signature=[tf.TensorSpec(None, tf.int32)])
-    with pytest.raises(ValueError, match="ids of 'embeddings': got unknown shape"):
-        unknown(tf.constant([1, 2]))
-
-
 # ---- ragged ---------------------------------------------------------------------------------------------------
 
 NESTED = [[[1, 2], [], [3]], [], [[4, 4, 5]]]
