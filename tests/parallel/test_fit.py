@@ -87,20 +87,3 @@ def test_xla_is_refused_in_fit():
     x = np.zeros((4, 2), "f4")
     with raises_on_several(hk.HvdkitError, "jit_compile=False"):
         model.fit(x, x[:, :1], verbose=0)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"accumulate_steps": 0},
-        {"accumulate_steps": 1.5},
-        {"clip_global_norm": -1.0},
-        {"compression": "fp8"},
-        {"op": hk.Min},
-        {"op": "average"},
-    ],
-    ids=str,
-)
-def test_bad_options_are_refused(options):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        hk.DistributedOptimizer(opts.SGD(0.1), **options)
