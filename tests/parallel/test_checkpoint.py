@@ -17,7 +17,8 @@ import hvdkit as hk
 from hvdkit.checkpoint.folder import record_damage
 from hvdkit.sharding.partition import rows_of
 
-pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+pytestmark = pytest.mark.ranks(2, 3)
+EVERY_SIZE = pytest.mark.ranks(1, 2, 3, 4)
 
 GATHER = pytest.mark.parametrize("gather", [False, True], ids=["shared", "through the chief"])
 
@@ -107,6 +108,7 @@ def raises_on_every_rank(kind: type[Exception], action) -> list[str]:
 
 
 @GATHER
+@EVERY_SIZE
 def test_everything_comes_back_to_the_bit(shared_path, gather):
     saved, other = State(1), State(2)
     hk.broadcast_variables([*saved.model.trainable_variables, saved.half])
@@ -121,6 +123,7 @@ def test_everything_comes_back_to_the_bit(shared_path, gather):
     hk.checkpoint.verify(shared_path)
 
 
+@EVERY_SIZE
 def test_each_rank_writes_its_own_part_and_the_chief_what_is_common(shared_path, size):
     hk.checkpoint.save(shared_path / "a", State(1).mapping())
     shards = [f"shard-{r:05d}-of-{size:05d}.safetensors" for r in range(size)]
@@ -152,6 +155,7 @@ def test_replicated_state_is_the_chiefs(shared_path, rank):
     np.testing.assert_array_equal(array, np.full(3, 7.0 + rank))
 
 
+@EVERY_SIZE
 def test_some_keys_of_what_was_saved(shared_path):
     saved, other = State(1), State(2)
     before = other.half.numpy()
@@ -172,6 +176,7 @@ def test_a_checkpoint_of_the_same_name_is_replaced(shared_path, gather):
     assert [p.name for p in shared_path.iterdir()] == ["a"]
 
 
+@EVERY_SIZE
 def test_the_result_is_the_same_either_way(shared_path):
     """Through the chief or by each rank: the files are interchangeable."""
     saved, other = State(1), State(2)
@@ -186,12 +191,9 @@ def test_the_result_is_the_same_either_way(shared_path):
 
 
 def test_ranks_with_different_models_are_named_before_a_file_is_touched(shared_path, rank, size):
-    units = 4 if rank == size - 1 and size > 1 else 3
+    units = 4 if rank == size - 1 else 3
     keras.utils.clear_session()
     state = {"model": keras.Sequential([keras.Input((2,)), keras.layers.Dense(units, name="out")])}
-    if size == 1:
-        hk.checkpoint.save(shared_path / "a", state)
-        return
     errors = raises_on_every_rank(hk.CollectiveMismatchError, lambda: hk.checkpoint.save(shared_path / "a", state))
     assert len(set(errors)) == 1
     assert errors[0].startswith("state: got 'model/") and "out/kernel' (float32[2, 4], replicated) on rank" in errors[0]
@@ -201,8 +203,6 @@ def test_ranks_with_different_models_are_named_before_a_file_is_touched(shared_p
 
 def test_a_rank_with_one_variable_more_is_named(shared_path, rank, size):
     state = {"a": tf.Variable(1.0)} | ({"b": tf.Variable(2.0)} if rank == size - 1 else {})
-    if size == 1:
-        return
     errors = raises_on_every_rank(hk.CollectiveMismatchError, lambda: hk.checkpoint.save(shared_path / "a", state))
     assert set(errors) == {errors[0]}
     assert f"got 'b' (float32[], replicated) on rank {size - 1}, expected no further tensor, as on rank 0" in errors[0]
@@ -210,8 +210,6 @@ def test_a_rank_with_one_variable_more_is_named(shared_path, rank, size):
 
 def test_a_partition_that_differs_is_another_state(shared_path, rank, size):
     table = Cut(numbers((8, 2), 1), "mod" if rank == 0 else "div")
-    if size == 1:
-        return
     errors = raises_on_every_rank(
         hk.CollectiveMismatchError, lambda: hk.checkpoint.save(shared_path / "a", {"t": table})
     )
@@ -240,6 +238,7 @@ def test_another_model_is_refused_and_nothing_is_changed(shared_path, other, err
         np.testing.assert_array_equal(tf.convert_to_tensor(getattr(item, "local", item)), 1.0)
 
 
+@EVERY_SIZE
 def test_what_was_whole_may_be_cut_now_and_the_other_way_round(shared_path):
     numbers = np.arange(14, dtype=np.float32).reshape(7, 2)
     hk.checkpoint.save(shared_path / "whole", {"w": tf.Variable(numbers)})
@@ -348,8 +347,6 @@ def test_a_file_where_the_folder_should_be(shared_path, rank):
 
 def test_ranks_that_do_not_share_a_folder(shared_path, rank, size):
     """Simulate hosts without a common file system with a different folder on each rank."""
-    if size == 1:
-        return
     own = shared_path / f"host-{rank}"
     saved, other = State(1), State(2)
     hk.broadcast_variables([*saved.model.trainable_variables, saved.half])

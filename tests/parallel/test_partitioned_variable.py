@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.pairwise import printed
 
 import hvdkit as hk
 
@@ -22,18 +23,18 @@ def ids_of(rank, rows, count=7):
     return np.random.default_rng(rank).integers(0, rows, size=(count * rank, 2))
 
 
-@pytest.mark.parametrize(("rows", "tail"), [(0, (3,)), (1, ()), (5, (2, 3)), (13, (3,))])
-def test_its_parts_are_the_whole(partition, rows, tail, rank, size):
-    variable = hk.PartitionedVariable((rows, *tail), initializer="uniform", partition=partition, seed=4)
-    whole = variable.gather()
-    assert whole.shape == variable.shape == (rows, *tail)
-    held = variable.local_rows
-    np.testing.assert_array_equal(variable.local, whole[held.start : held.stop : held.step])
-    assert sorted(row for rows in hk.allgather_object(list(held)) for row in rows) == list(range(rows))
-    for root in range(size):
-        there = variable.gather(root)
-        assert (there is None) == (rank != root)
-        assert there is None or (there == whole).all()
+def test_its_parts_are_the_whole(partition, rank, size):
+    for rows, tail in printed([(0, (3,)), (1, ()), (5, (2, 3)), (13, (3,))]):
+        variable = hk.PartitionedVariable((rows, *tail), initializer="uniform", partition=partition, seed=4)
+        whole = variable.gather()
+        assert whole.shape == variable.shape == (rows, *tail)
+        held = variable.local_rows
+        np.testing.assert_array_equal(variable.local, whole[held.start : held.stop : held.step])
+        assert sorted(row for rows in hk.allgather_object(list(held)) for row in rows) == list(range(rows))
+        for root in range(size):
+            there = variable.gather(root)
+            assert (there is None) == (rank != root)
+            assert there is None or (there == whole).all()
 
 
 def test_first_values_depend_on_the_seed_and_not_on_the_ranks(partition):
@@ -131,9 +132,8 @@ def test_bad_arguments_name_themselves(rank, size):
         variable.assign_rows([3] if rank == 0 else [1], [[0.0, 0.0]])
 
 
+@pytest.mark.ranks(2, 3)
 def test_ranks_that_differ_are_named(rank, size):
-    if size == 1:
-        pytest.skip("takes two ranks")
     words = rf"got PartitionedVariable\(.*'mod'.*\) on rank {size - 1}, expected"
     with pytest.raises(hk.CollectiveMismatchError, match=words):
         hk.PartitionedVariable((4, 2), partition="mod" if rank == size - 1 else "div")

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.pairwise import pairs, printed
 
 import hvdkit as hk
 
@@ -39,31 +40,30 @@ def test_what_a_set_knows(sets, rank, size):
     assert sets[-1].ranks == tuple(range(size))
 
 
-@pytest.mark.parametrize("n", [SMALL, LARGE])
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_every_collective_within_each_set(sets, mode, n, rank, size):
+def test_every_collective_within_each_set(sets, rank):
     """Sets overlap: each rank reaches them in turn, with different peers."""
-    for one in sets:
-        if not one.included():
-            continue
-        ranks, index = one.ranks, one.rank()
-        x = tf.fill([n, 2], float(rank + 1))
-        run = lambda f, *a, **k: in_mode(mode, lambda x: f(x, *a, process_set=one, **k), x)  # noqa: B023, E731
-        assert (run(hk.allreduce, hk.Sum).numpy() == sum(r + 1 for r in ranks)).all()
-        np.testing.assert_allclose(run(hk.allreduce), np.mean([r + 1 for r in ranks]), rtol=1e-6)
-        assert (run(hk.allreduce, hk.Max).numpy() == max(ranks) + 1).all()
-        gathered = run(hk.allgather).numpy()
-        np.testing.assert_array_equal(gathered, np.repeat([[r + 1.0] * 2 for r in ranks], n, axis=0))
-        assert (run(hk.broadcast, ranks[-1]).numpy() == ranks[-1] + 1).all()
-        splits = np.full(len(ranks), n // len(ranks))
-        splits[0] += n - splits.sum()
-        rows, counts = run(hk.alltoall, splits)
-        np.testing.assert_array_equal(rows, np.repeat([[r + 1.0] * 2 for r in ranks], splits[index], axis=0))
-        assert counts.numpy().tolist() == [splits[index]] * len(ranks)
-        part = run(hk.reducescatter, hk.Sum).numpy()
-        assert part.shape == (n // len(ranks) + (index < n % len(ranks)), 2)
-        assert (part == sum(r + 1 for r in ranks)).all()
-    hk.barrier()
+    for mode, n in printed(pairs(mode=["eager", "graph"], n=[SMALL, LARGE])):
+        for one in sets:
+            if not one.included():
+                continue
+            ranks, index = one.ranks, one.rank()
+            x = tf.fill([n, 2], float(rank + 1))
+            run = lambda f, *a, **k: in_mode(mode, lambda x: f(x, *a, process_set=one, **k), x)  # noqa: B023, E731
+            assert (run(hk.allreduce, hk.Sum).numpy() == sum(r + 1 for r in ranks)).all()
+            np.testing.assert_allclose(run(hk.allreduce), np.mean([r + 1 for r in ranks]), rtol=1e-6)
+            assert (run(hk.allreduce, hk.Max).numpy() == max(ranks) + 1).all()
+            gathered = run(hk.allgather).numpy()
+            np.testing.assert_array_equal(gathered, np.repeat([[r + 1.0] * 2 for r in ranks], n, axis=0))
+            assert (run(hk.broadcast, ranks[-1]).numpy() == ranks[-1] + 1).all()
+            splits = np.full(len(ranks), n // len(ranks))
+            splits[0] += n - splits.sum()
+            rows, counts = run(hk.alltoall, splits)
+            np.testing.assert_array_equal(rows, np.repeat([[r + 1.0] * 2 for r in ranks], splits[index], axis=0))
+            assert counts.numpy().tolist() == [splits[index]] * len(ranks)
+            part = run(hk.reducescatter, hk.Sum).numpy()
+            assert part.shape == (n // len(ranks) + (index < n % len(ranks)), 2)
+            assert (part == sum(r + 1 for r in ranks)).all()
+        hk.barrier()
 
 
 def test_objects_and_barriers(sets, rank):
@@ -105,6 +105,7 @@ def test_a_weighted_tape_within_a_set(sets, rank, size):
     hk.barrier()
 
 
+@pytest.mark.ranks(2, 3)
 def test_a_rank_outside_of_the_set_is_refused(sets, rank, size):
     one = sets[0]
     if not one.included():
@@ -115,16 +116,18 @@ def test_a_rank_outside_of_the_set_is_refused(sets, rank, size):
     hk.barrier()
 
 
+@pytest.mark.ranks(2, 3)
 def test_a_root_outside_of_the_set_is_refused(sets, rank, size):
     one = sets[0]
-    if size > 1 and one.included():
+    if one.included():
         with pytest.raises(ValueError, match="root"):
             hk.broadcast(1.0, size - 1, process_set=one)
     hk.barrier()
 
 
+@pytest.mark.ranks(2, 3)
 def test_unlike_sets_are_an_error_everywhere(rank, size):
-    if size == 1 or not OVER_MPI:
+    if not OVER_MPI:
         return
     with pytest.raises(hk.CollectiveMismatchError, match="ProcessSet"):
         hk.ProcessSet([0] if rank == 0 else [1])
@@ -155,10 +158,9 @@ class Interrupted(Exception):
     """Raised by a signal handler, like KeyboardInterrupt."""
 
 
+@pytest.mark.ranks(3, 4)
 def test_an_exchange_that_was_interrupted_is_not_continued(rank, size):
     """Its messages could be matched with those of the next one. Other exchanges continue."""
-    if size < 3 or not OVER_MPI:
-        return
     pair = hk.ProcessSet([0, 1])
 
     def interrupt(*_):

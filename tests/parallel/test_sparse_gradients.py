@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.pairwise import pairwise
+from helpers.pairwise import pairs, printed
 
 import hvdkit as hk
 
@@ -75,12 +75,12 @@ def both_ways(call):
     yield tf.function(call, autograph=False)()
 
 
-@pairwise(op=[hk.Average, hk.Sum], table=[*TABLES], used=[*USED])
-def test_rows_are_summed_within_and_over_ranks(op, table, used, rank, size):
-    by_rank = gradients(size, table, used)
-    ids, values = by_rank[0][rank], by_rank[1][rank]
-    for (result,) in both_ways(lambda: hk.average_gradients([slices(ids, values, table)], op=op)):
-        check(result, by_rank, table, op)
+def test_rows_are_summed_within_and_over_ranks(rank, size):
+    for op, table, used in printed(pairs(op=[hk.Average, hk.Sum], table=[*TABLES], used=[*USED])):
+        by_rank = gradients(size, table, used)
+        mine = slices(by_rank[0][rank], by_rank[1][rank], table)
+        for (result,) in both_ways(partial(hk.average_gradients, [mine], op=op)):
+            check(result, by_rank, table, op)
 
 
 @pytest.mark.parametrize(
@@ -105,10 +105,9 @@ def test_dtypes_and_shapes(dtype, index_dtype, shape, rank, size):
             check(result, by_rank, table, hk.Average, unit=unit, index_dtype=index_dtype)
 
 
+@pytest.mark.ranks(2, 3)
 def test_rows_travel_where_they_are_fewer_bytes(rank, size):
     """The result contains only the used rows if sent as rows, and all rows if sent dense."""
-    if size == 1:
-        return
     for used in USED:
         by_rank = gradients(size, "large", used)
         mine = slices(by_rank[0][rank], by_rank[1][rank], "large")
@@ -119,28 +118,27 @@ def test_rows_travel_where_they_are_fewer_bytes(rank, size):
             assert check(result, by_rank, "large", hk.Average) == (TABLES["large"][0] if dense else touched)
 
 
-@pytest.mark.parametrize("used", USED)
-@pytest.mark.parametrize("table", ["tiny", "large"])
-def test_weights(table, used, rank, size):
+def test_weights(rank, size):
     """A rank with weight 0 does not count, even if it has NaN."""
-    ids, values = gradients(size, table, used)
-    weights = [0.3 * (r + 1) for r in range(size)]
-    if size > 1:
-        weights[0] = 0.0
-        values[0][:] = np.nan
-    for op in (hk.Average, hk.Sum):
-        mine = slices(ids[rank], values[rank], table)
-        for (result,) in both_ways(lambda m=mine, o=op: hk.average_gradients([m], op=o, weight=weights[rank])):
-            check(result, (ids, values), table, op, weights)
+    for table, used in printed(pairs(table=["tiny", "large"], used=[*USED])):
+        ids, values = gradients(size, table, used)
+        weights = [0.3 * (r + 1) for r in range(size)]
+        if size > 1:
+            weights[0] = 0.0
+            values[0][:] = np.nan
+        for op in (hk.Average, hk.Sum):
+            mine = slices(ids[rank], values[rank], table)
+            for (result,) in both_ways(partial(hk.average_gradients, [mine], op=op, weight=weights[rank])):
+                check(result, (ids, values), table, op, weights)
 
 
-@pairwise(table=["tiny", "large"], used=[*USED], compression=["fp16", "bf16"])
-def test_compression(table, used, compression, rank, size):
-    unit = {"fp16": 2.0**-11, "bf16": 2.0**-8}[compression]
-    by_rank = gradients(size, table, used, "float32")
-    mine = slices(by_rank[0][rank], by_rank[1][rank], table)
-    for (result,) in both_ways(lambda: hk.average_gradients([mine], compression=compression)):
-        check(result, by_rank, table, hk.Average, unit=unit)
+def test_compression(rank, size):
+    for table, used, compression in printed(pairs(table=["tiny", "large"], used=[*USED], compression=["fp16", "bf16"])):
+        unit = {"fp16": 2.0**-11, "bf16": 2.0**-8}[compression]
+        by_rank = gradients(size, table, used, "float32")
+        mine = slices(by_rank[0][rank], by_rank[1][rank], table)
+        for (result,) in both_ways(partial(hk.average_gradients, [mine], compression=compression)):
+            check(result, by_rank, table, hk.Average, unit=unit)
 
 
 def test_no_rank_has_rows(size):
