@@ -8,7 +8,6 @@ import re
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 import hvdkit as hk
 
@@ -63,7 +62,6 @@ def names(folder) -> list[str]:
         *((what, "save") for what in SPOILED),
         ("a weight", "timed"),
         ("a shard of a table", "at the end"),
-        ("a weight", "through the chief"),
         ("a shard of a table", "through the chief"),
     ],
 )
@@ -112,31 +110,3 @@ def test_a_job_that_goes_on_warns_and_keeps_the_checkpoint_before(shared_path, m
     assert names(shared_path / "run" / "checkpoints") == ["step-000000001"]
     if hk.is_chief():
         assert re.search(r"model/out/kernel: got inf .* at step 2.*training continues", caplog.text)
-
-
-def test_a_checkpoint_by_hand_is_refused_too(shared_path, rank, size):
-    weight = tf.Variable([1.0, np.nan])
-    with pytest.raises(hk.NonFiniteError, match=r"w: got nan .*on rank 0 at step 3.*from the initial values"):
-        hk.checkpoint.save(shared_path / "step-000000003", {"w": weight})
-    assert not names(shared_path)
-
-
-def test_what_may_be_infinite_is_saved(shared_path):
-    """A mask among the weights, a metric, the best loss so far."""
-
-    class Masked(keras.layers.Layer):
-        def build(self, shape):
-            self.mask = self.add_weight(
-                shape=(3,), initializer=keras.initializers.Constant(-np.inf), trainable=False, name="mask"
-            )
-
-        def call(self, x):
-            return tf.where(tf.math.is_inf(self.mask), x, self.mask)
-
-    model = keras.Sequential([keras.Input((3,)), Masked(), keras.layers.Dense(1)])
-    best = tf.Variable(np.inf, trainable=False)
-    state = {"model": model, "best": best, "array": np.array([np.nan]), "value": float("inf")}
-    hk.checkpoint.save(shared_path / "step-000000001", state)
-    best.assign(0.0)
-    assert hk.checkpoint.restore(shared_path / "step-000000001", state)["value"] == float("inf")
-    assert best.numpy() == np.inf
