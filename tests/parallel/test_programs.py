@@ -47,7 +47,6 @@ NIGHTLY = {
     "ema",
     "functional",
     "gru",
-    "imbalanced",
     "lambda_callback",
     "lora",
     "lstm",
