@@ -6,7 +6,7 @@ jobs_that_fail    start jobs with a fault, and return how they ended
 hosts, slurm      several hosts, and a Slurm cluster, on this machine
 as_one, porting   compare N ranks with one process: hk.fit, and whole programs
 counting          exchanges, bytes and traces of a step; instructions: Python's
-pairwise          parametrize by pairs of values
+pairwise          parametrize by pairs of values; cases: loop over cases inside one test
 traces            check a trace for Perfetto
 outcomes          what the ranks of a launch report, merged; for tests/run.py
 """

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import pickle
 import zipfile
+from itertools import product
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from helpers.as_one import same_values
+from helpers.cases import case
 
 import hvdkit as hk
 
@@ -76,9 +78,15 @@ def test_every_class_is_covered():
 # ---- config, names and files ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_the_config_is_that_of_keras_and_makes_a_plain_optimizer(name):
-    plain = MAKERS[name]()
+def test_the_config_is_that_of_keras_and_makes_a_plain_optimizer():
+    for name, make in MAKERS.items():
+        with case(name=name):
+            check_config(make())
+    copy = pickle.loads(pickle.dumps(hk.DistributedOptimizer(MAKERS["SGD"](), clip_global_norm=0.01)))
+    assert (copy._hvdkit.clip_global_norm, copy._hvdkit.accumulate_steps) == (0.01, 2)
+
+
+def check_config(plain):
     optimizer = hk.DistributedOptimizer(plain)
     config = keras.saving.serialize_keras_object(optimizer)
     assert without_registered_names(config) == without_registered_names(opts.serialize(plain))
@@ -91,14 +99,16 @@ def test_the_config_is_that_of_keras_and_makes_a_plain_optimizer(name):
     assert without_registered_names(copy.get_config()) == without_registered_names(plain.get_config())
     with pytest.raises(TypeError, match="a DistributedOptimizer"):
         hk.DistributedOptimizer(copy)
-    if name == "SGD":
-        assert (copy._hvdkit.clip_global_norm, copy._hvdkit.accumulate_steps) == (0.01, 2)
 
 
-@pytest.mark.parametrize("steps_before", [0, 2])
-@pytest.mark.parametrize("name", MAKERS)
-def test_a_copy_goes_on_as_the_original_does(name, steps_before):
-    plain, weights = MAKERS[name](), variables()
+def test_a_copy_goes_on_as_the_original_does():
+    for (name, make), steps_before in product(MAKERS.items(), (0, 2)):
+        with case(name=name, steps_before=steps_before):
+            check_copy(make(), steps_before)
+
+
+def check_copy(plain, steps_before):
+    weights = variables()
     stepped(plain, weights, steps_before)
     optimizer = hk.DistributedOptimizer(plain)
     assert_equal(optimizer.variables, plain.variables)
@@ -116,11 +126,16 @@ def test_a_copy_goes_on_as_the_original_does(name, steps_before):
     assert named == expected
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_weights_move_between_plain_and_distributed_optimizers(name):
-    plain = MAKERS[name]()
+def test_weights_move_between_plain_and_distributed_optimizers():
+    for name, make in MAKERS.items():
+        with case(name=name):
+            check_weights_move(make)
+
+
+def check_weights_move(make):
+    plain = make()
     stepped(plain)
-    by_list, by_store, back = (hk.DistributedOptimizer(MAKERS[name]()) for _ in range(3))
+    by_list, by_store, back = (hk.DistributedOptimizer(make()) for _ in range(3))
     with pytest.raises(ValueError, match="set_weights"):
         by_list.set_weights(plain.variables)
     store = {}
@@ -130,7 +145,7 @@ def test_weights_move_between_plain_and_distributed_optimizers(name):
         optimizer.build(weights)
     by_store.load_own_variables(store)
     assert_equal(by_store.variables, plain.variables)
-    if name != "LossScaleOptimizer":  # Keras's sets only the outer variables
+    if not isinstance(plain, opts.LossScaleOptimizer):  # Keras's sets only the outer variables
         by_list.set_weights([v.numpy() for v in plain.variables])
         assert_equal(by_list.variables, plain.variables)
     store = {}
@@ -248,21 +263,22 @@ class Tempered(opts.Optimizer):
         self.assign_sub(variable, rate * self.temper * self.transform(gradient) * (10.0 if known else 1.0))
 
 
-@pytest.mark.parametrize("steps_before", [0, 2])
-def test_a_config_that_lacks_options_does_not_lose_them(steps_before):
-    weights = variables()
-    plain = Tempered(0.25, lambda g: g * 2, given=weights[1:])
-    stepped(plain, weights, steps_before)
-    start = [v.numpy() for v in weights]
-    optimizer = hk.DistributedOptimizer(plain)
-    assert (optimizer.temper, optimizer.names) == (0.25, {"first": 0.25}) and optimizer.transform is plain.transform
-    assert optimizer.given[0] is weights[1]
-    stepped(optimizer, weights)
-    ours = [v.numpy() for v in weights]
-    for weight, was in zip(weights, start, strict=True):
-        weight.assign(was)
-    stepped(plain, weights)
-    same_values(ours, weights, rtol=1e-6)
+def test_a_config_that_lacks_options_does_not_lose_them():
+    for steps_before in (0, 2):
+        weights = variables()
+        plain = Tempered(0.25, lambda g: g * 2, given=weights[1:])
+        stepped(plain, weights, steps_before)
+        start = [v.numpy() for v in weights]
+        optimizer = hk.DistributedOptimizer(plain)
+        assert (optimizer.temper, optimizer.names) == (0.25, {"first": 0.25})
+        assert optimizer.transform is plain.transform and optimizer.given[0] is weights[1]
+        stepped(optimizer, weights)
+        ours = [v.numpy() for v in weights]
+        for weight, was in zip(weights, start, strict=True):
+            weight.assign(was)
+        stepped(plain, weights)
+        with case(steps_before=steps_before):
+            same_values(ours, weights, rtol=1e-6)
 
 
 class Appending(opts.Optimizer):
@@ -283,26 +299,26 @@ class Appending(opts.Optimizer):
         self.assign_sub(variable, total * tf.cast(learning_rate, variable.dtype))
 
 
-@pytest.mark.parametrize("steps_before", [0, 1])
-def test_slots_in_a_list_that_the_constructor_made(steps_before):
-    plain, weights = Appending(), variables()
-    stepped(plain, weights, steps_before)
-    optimizer = hk.DistributedOptimizer(plain)
-    ours = stepped(optimizer, [keras.Variable(v.value, name=v.name) for v in weights] if not steps_before else weights)
-    assert len(optimizer.sums) == 2 and len(plain.sums) == 2 * steps_before
-    given = [gradients(step) for step in (*range(steps_before), *range(3))]
-    totals = [sum(grads) for grads in zip(*given, strict=True)]
-    same_values(optimizer.sums, totals, rtol=1e-6)
-    assert ours
+def test_slots_in_a_list_that_the_constructor_made():
+    for steps_before in (0, 1):
+        plain, weights = Appending(), variables()
+        stepped(plain, weights, steps_before)
+        optimizer = hk.DistributedOptimizer(plain)
+        stepped(optimizer, weights if steps_before else [keras.Variable(v.value, name=v.name) for v in weights])
+        with case(steps_before=steps_before):
+            assert len(optimizer.sums) == 2 and len(plain.sums) == 2 * steps_before
+            given = [gradients(step) for step in (*range(steps_before), *range(3))]
+            same_values(optimizer.sums, [sum(grads) for grads in zip(*given, strict=True)], rtol=1e-6)
 
 
-@pytest.mark.parametrize("options", [{"shard_states": True}, {"accumulate_steps": 2}], ids=str)
-def test_slots_that_build_cannot_make_again_stand_in_the_way(options):
-    hk.DistributedOptimizer(Appending(), **options)
-    plain = Appending()
-    plain.build(variables())
-    with pytest.raises(TypeError, match=r"optimizer: got Appending, which is built.*'sums'.*before it is built"):
-        hk.DistributedOptimizer(plain, **options)
+def test_slots_that_build_cannot_make_again_stand_in_the_way():
+    for options in ({"shard_states": True}, {"accumulate_steps": 2}):
+        hk.DistributedOptimizer(Appending(), **options)
+        plain = Appending()
+        plain.build(variables())
+        expected = r"optimizer: got Appending, which is built.*'sums'.*before it is built"
+        with case(options=options), pytest.raises(TypeError, match=expected):
+            hk.DistributedOptimizer(plain, **options)
 
 
 class Lookahead(opts.Optimizer):
@@ -320,18 +336,18 @@ class Lookahead(opts.Optimizer):
         self.inner.update_step(gradient, variable, self.inner.learning_rate)
 
 
-@pytest.mark.parametrize("steps_before", [0, 1])
-def test_an_optimizer_inside_another_one_is_copied(steps_before):
-    plain, weights = Lookahead(opts.SGD(0.5, momentum=0.5)), variables()
-    stepped(plain, weights, steps_before)
-    optimizer = hk.DistributedOptimizer(plain)
-    assert optimizer.inner is not plain.inner
-    slots = [v.numpy() for v in plain.inner.variables]
-    stepped(optimizer, weights, 1)
-    same_values(plain.inner.variables, slots)
-    if steps_before:
-        with pytest.raises(TypeError, match=r"optimizer\.inner: got a SGD.*built optimizer inside another"):
-            hk.DistributedOptimizer(plain, accumulate_steps=2)
+def test_an_optimizer_inside_another_one_is_copied():
+    for steps_before in (0, 1):
+        plain, weights = Lookahead(opts.SGD(0.5, momentum=0.5)), variables()
+        stepped(plain, weights, steps_before)
+        optimizer = hk.DistributedOptimizer(plain)
+        slots = [v.numpy() for v in plain.inner.variables]
+        stepped(optimizer, weights, 1)
+        with case(steps_before=steps_before):
+            assert optimizer.inner is not plain.inner
+            same_values(plain.inner.variables, slots)
+    with pytest.raises(TypeError, match=r"optimizer\.inner: got a SGD.*built optimizer inside another"):
+        hk.DistributedOptimizer(plain, accumulate_steps=2)
 
 
 def test_a_registered_class_is_saved_under_its_name():
@@ -370,28 +386,20 @@ def test_an_optimizer_for_each_variable_by_a_function():
         again.build(variables())
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda o: o,
-        opts.LossScaleOptimizer,
-        lambda o: opts.MultiOptimizer(opts.OptimizerMap(opts.SGD(0.1), {"kernel": o})),
-    ],
-    ids=["itself", "loss scale", "choice"],
-)
-def test_an_optimizer_is_distributed_once(make):
+def test_an_optimizer_is_distributed_once():
     inner = hk.DistributedOptimizer(opts.SGD(0.1))
+    choice = opts.MultiOptimizer(opts.OptimizerMap(opts.SGD(0.1), {"kernel": inner}))
     words = r"optimizer: got .*DistributedOptimizer.*wrap (it once|only the outermost optimizer), so that"
-    with pytest.raises(TypeError, match=words):
-        hk.DistributedOptimizer(make(inner))
+    for optimizer in (inner, opts.LossScaleOptimizer(inner), choice):
+        with case(optimizer=optimizer), pytest.raises(TypeError, match=words):
+            hk.DistributedOptimizer(optimizer)
 
 
-@pytest.mark.parametrize(
-    "wrong", ["adam", None, opts.SGD, tf.Module(), tf.compat.v1.train.GradientDescentOptimizer(0.1)], ids=str
-)
-def test_what_is_not_an_optimizer(wrong):
-    with pytest.raises(TypeError, match=r"optimizer: got .*a Keras 3 optimizer, e\.g\. keras\.optimizers\.SGD"):
-        hk.DistributedOptimizer(wrong)
+def test_what_is_not_an_optimizer():
+    words = r"optimizer: got .*a Keras 3 optimizer, e\.g\. keras\.optimizers\.SGD"
+    for wrong in ("adam", None, opts.SGD, tf.Module(), tf.compat.v1.train.GradientDescentOptimizer(0.1)):
+        with case(wrong=wrong), pytest.raises(TypeError, match=words):
+            hk.DistributedOptimizer(wrong)
 
 
 # ---- steps ----------------------------------------------------------------------------------------------------
@@ -416,9 +424,14 @@ def test_accumulation_adds_up_and_begins_again():
         assert int(optimizer.iterations) == (step + 1) // 3
 
 
-@pytest.mark.parametrize("shard_states", [False, True])
-def test_steps_without_gradients(shard_states):
-    optimizer, weights = hk.DistributedOptimizer(opts.SGD(1.0), shard_states=shard_states), variables()
+def test_steps_without_gradients():
+    for shard_states in (False, True):
+        with case(shard_states=shard_states):
+            check_steps_without_gradients(hk.DistributedOptimizer(opts.SGD(1.0), shard_states=shard_states))
+
+
+def check_steps_without_gradients(optimizer):
+    weights = variables()
     with pytest.raises(ValueError, match="trainable_variables: got None"):
         optimizer.apply(gradients())
     with pytest.raises(ValueError, match="No gradients provided"):
@@ -435,12 +448,13 @@ def test_steps_without_gradients(shard_states):
         optimizer.apply_gradients([])
 
 
-@pytest.mark.parametrize("name", ["SGD", "LossScaleOptimizer"])
-def test_a_stateless_step_is_refused(name):
-    optimizer = hk.DistributedOptimizer(MAKERS[name]())
-    optimizer.build(variables())
-    with pytest.raises(ValueError, match="stateless_apply"):
-        optimizer.stateless_apply([v.value for v in optimizer.variables], gradients(), [v.value for v in variables()])
+def test_a_stateless_step_is_refused():
+    for name in ("SGD", "LossScaleOptimizer"):
+        optimizer = hk.DistributedOptimizer(MAKERS[name]())
+        optimizer.build(variables())
+        values, weights = ([v.value for v in some] for some in (optimizer.variables, variables()))
+        with case(name=name), pytest.raises(ValueError, match="stateless_apply"):
+            optimizer.stateless_apply(values, gradients(), weights)
 
 
 def test_dynamic_loss_scales_grow_and_shrink():
@@ -489,36 +503,35 @@ def test_weights_are_swapped_with_their_averages():
 NUMBERS = [[0.5, -1.0], [2.0, 0.25]]
 
 
-def wrong_gradients():
-    rows = tf.IndexedSlices
-    return {
-        "a word": (["abc"], TypeError, r"grads\[0\]: got str"),
-        "a bool": ([True], TypeError, r"grads\[0\]: got bool"),
-        "an object": ([object()], TypeError, r"grads\[0\]: got object"),
-        "words in an array": ([np.array(["a"])], TypeError, r"grads\[0\]: got dtype <U1"),
-        "ragged": ([[1.0, [2.0]]], TypeError, r"grads\[0\]: got a list that is not a tensor"),
-        "a variable": ([tf.Variable(1.0)], TypeError, r"grads\[0\]"),
-        "whole numbers": ([np.array([1])], TypeError, r"grads\[0\]: got int64"),
-        "complex": ([np.array([1j])], TypeError, r"grads\[0\]: got dtype complex128"),
-        "a dict": ({"w": tf.ones([2])}, TypeError, "grads: got dict"),
-        "a tensor": (tf.ones([2, 2]), TypeError, "grads: got EagerTensor"),
-        "an array": (np.ones([2, 2]), TypeError, "grads: got ndarray"),
-        "nothing": (None, TypeError, "grads: got NoneType"),
-        "fractional rows": ([rows(NUMBERS, [0.5, 1.0])], TypeError, r"grads\[0\]\.indices: got float64"),
-        "rows in two axes": ([rows(NUMBERS, [[0], [1]])], ValueError, r"grads\[0\]\.indices: got shape \[2, 1\]"),
-        "too few rows": ([rows(NUMBERS, [0, 1, 1])], ValueError, r"grads\[0\]\.values: got shape \[2, 2\]"),
-        "other rows": ([rows(NUMBERS, [0, 1], [5, 3])], ValueError, r"grads\[0\]\.dense_shape: got \[5, 3\]"),
-        "rows beyond the table": ([rows(NUMBERS, [0, 5], [5, 2])], ValueError, r"indices: got 5, expected rows 0 to 4"),
-        "negative rows": ([rows(NUMBERS, [-1, 1], [5, 2])], ValueError, r"indices: got -1, expected rows 0 to 4"),
-    }
+ROWS = tf.IndexedSlices
+WRONG_GRADIENTS = {
+    "a word": (["abc"], TypeError, r"grads\[0\]: got str"),
+    "a bool": ([True], TypeError, r"grads\[0\]: got bool"),
+    "an object": ([object()], TypeError, r"grads\[0\]: got object"),
+    "words in an array": ([np.array(["a"])], TypeError, r"grads\[0\]: got dtype <U1"),
+    "ragged": ([[1.0, [2.0]]], TypeError, r"grads\[0\]: got a list that is not a tensor"),
+    "a variable": ([tf.Variable(1.0)], TypeError, r"grads\[0\]"),
+    "whole numbers": ([np.array([1])], TypeError, r"grads\[0\]: got int64"),
+    "complex": ([np.array([1j])], TypeError, r"grads\[0\]: got dtype complex128"),
+    "a dict": ({"w": tf.ones([2])}, TypeError, "grads: got dict"),
+    "a tensor": (tf.ones([2, 2]), TypeError, "grads: got EagerTensor"),
+    "an array": (np.ones([2, 2]), TypeError, "grads: got ndarray"),
+    "nothing": (None, TypeError, "grads: got NoneType"),
+    "fractional rows": ([ROWS(NUMBERS, [0.5, 1.0])], TypeError, r"grads\[0\]\.indices: got float64"),
+    "rows in two axes": ([ROWS(NUMBERS, [[0], [1]])], ValueError, r"grads\[0\]\.indices: got shape \[2, 1\]"),
+    "too few rows": ([ROWS(NUMBERS, [0, 1, 1])], ValueError, r"grads\[0\]\.values: got shape \[2, 2\]"),
+    "other rows": ([ROWS(NUMBERS, [0, 1], [5, 3])], ValueError, r"grads\[0\]\.dense_shape: got \[5, 3\]"),
+    "rows beyond the table": ([ROWS(NUMBERS, [0, 5], [5, 2])], ValueError, r"indices: got 5, expected rows 0 to 4"),
+    "negative rows": ([ROWS(NUMBERS, [-1, 1], [5, 2])], ValueError, r"indices: got -1, expected rows 0 to 4"),
+}
 
 
-@pytest.mark.parametrize("name", wrong_gradients())
-def test_wrong_gradients(name):
-    grads, kind, words = wrong_gradients()[name]
-    with pytest.raises(kind, match=words):
-        hk.average_gradients(grads)
-    weight = [keras.Variable(np.zeros((5, 2), "f4"))]
-    if name != "whole numbers":  # these are cast to the variable's dtype
-        with pytest.raises(kind, match=words):
-            hk.DistributedOptimizer(opts.SGD(0.1)).apply(grads, weight)
+def test_wrong_gradients():
+    for name, (grads, kind, words) in WRONG_GRADIENTS.items():
+        with case(name=name):
+            with pytest.raises(kind, match=words):
+                hk.average_gradients(grads)
+            weight = [keras.Variable(np.zeros((5, 2), "f4"))]
+            if name != "whole numbers":  # these are cast to the variable's dtype
+                with pytest.raises(kind, match=words):
+                    hk.DistributedOptimizer(opts.SGD(0.1)).apply(grads, weight)
