@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tensorflow as tf
+from helpers.cases import case
 from helpers.data_files import COLUMNS, FORMATS, damage, write_tfrecord
 
 import hvdkit as hk
@@ -154,12 +155,14 @@ NAMES = ["a b", "a[1]", "é ü", "day=1", "new\nline", "what?", "st*r", "a::b", 
 NAMES.append(os.fsdecode(b"\xff"))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_unusual_names(name, tmp_path):
-    (tmp_path / name).write_text("1,2\n3,4\n")
-    for _ in range(2):
-        for paths in (tmp_path / name, tmp_path, f"{tmp_path}/", f"{tmp_path}/*"):
-            assert hk.data.delimited(paths, TWO).examples == 2
+def test_unusual_names(tmp_path):
+    for number, name in enumerate(NAMES):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / name).write_text("1,2\n3,4\n")
+        for paths in (folder / name, folder, f"{folder}/", f"{folder}/*") * 2:
+            with case(name=name, paths=paths):
+                assert hk.data.delimited(paths, TWO).examples == 2
 
 
 def test_links_are_followed_to_files(tmp_path):
@@ -214,20 +217,19 @@ read("/a.csv")
     assert "DataError" in ended.stderr and "a.csv cannot be opened" in ended.stderr, ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "compress"),
-    [
-        ("gzip", gzip.compress),
-        ("bzip2", bz2.compress),
-        ("bzip2", lambda data: bz2.compress(data, 1)),
-        ("xz", lzma.compress),
-    ],
-)
-def test_compressed_files_have_a_remedy(name, compress, tmp_path):
-    (tmp_path / "a").write_bytes(compress(b"1,2\n" * 100))
-    for read in (hk.data.tfrecord, hk.data.criteo, lambda path: hk.data.delimited(path, TWO)):
-        with pytest.raises(hk.DataError, match=rf"a is compressed with {name}, .*decompress it with"):
-            read(tmp_path / "a")
+def test_compressed_files_have_a_remedy(tmp_path):
+    plain = b"1,2\n" * 100
+    for name, data in (
+        ("gzip", gzip.compress(plain)),
+        ("bzip2", bz2.compress(plain)),
+        ("bzip2", bz2.compress(plain, 1)),
+        ("xz", lzma.compress(plain)),
+    ):
+        (tmp_path / "a").write_bytes(data)
+        for read in (hk.data.tfrecord, hk.data.criteo, lambda path: hk.data.delimited(path, TWO)):
+            expected = rf"a is compressed with {name}, .*decompress it with"
+            with case(name=name, read=read), pytest.raises(hk.DataError, match=expected):
+                read(tmp_path / "a")
 
 
 def test_arrays_of_other_kinds_are_refused(tmp_path):
@@ -238,24 +240,25 @@ def test_arrays_of_other_kinds_are_refused(tmp_path):
             hk.data.npy(tmp_path / name)
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"columns": ["id"]}, TypeError),
-        ({"columns": {}}, TypeError),
-        ({"delimiter": ""}, ValueError),
-        ({"delimiter": "ab"}, ValueError),
-        ({"delimiter": 9}, ValueError),
-        ({"header_lines": -1}, ValueError),
-        ({"fill": {"y": 0}}, ValueError),
-    ],
-)
-def test_arguments_are_checked(options, error, tmp_path):
+def test_arguments_are_checked(tmp_path):
     (tmp_path / "a.csv").write_text("1,2\n")
-    with pytest.raises(error, match=f"{next(iter(options))}: got"):
-        hk.data.delimited(tmp_path / "a.csv", **{"columns": TWO, **options})
+    for name, value, error in (
+        ("columns", ["id"], TypeError),
+        ("columns", {}, TypeError),
+        ("delimiter", "", ValueError),
+        ("delimiter", "ab", ValueError),
+        ("delimiter", 9, ValueError),
+        ("header_lines", -1, ValueError),
+        ("fill", {"y": 0}, ValueError),
+    ):
+        with case(name=name, value=value), pytest.raises(error, match=f"{name}: got"):
+            hk.data.delimited(tmp_path / "a.csv", **{"columns": TWO, name: value})
     with pytest.raises(TypeError, match="columns: got id"):
         hk.data.parquet(tmp_path / "a.csv", "id")
+    for paths in (None, 5):
+        expected = rf"^paths: got {paths}, expected paths, or a sequence of them; pass e\.g\."
+        with case(paths=paths), pytest.raises(TypeError, match=expected):
+            hk.data.delimited(paths, TWO)
 
 
 # ---- files that change under the run ---------------------------------------------------------------------------------
@@ -314,24 +317,16 @@ def test_a_file_with_an_old_time_does_not_get_old_offsets(tmp_path):
     assert batch["id"].tolist() == [1, 33]
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"[]" + b" " * 5000, b"\xff" * 9000, b'{"version": 9}'.ljust(4103)])
-def test_a_damaged_cache_is_replaced(tmp_path, content):
+def test_a_damaged_cache_is_replaced(tmp_path):
     path = written(tmp_path, "delimited")
     FORMATS["delimited"][1](path)
     good = cache_of(tmp_path).read_bytes()
-    cache_of(tmp_path).write_bytes(content)
-    assert FORMATS["delimited"][1](path).examples == 100
-    assert cache_of(tmp_path).read_bytes() == good
-
-
-def test_a_cache_of_another_version_is_replaced(tmp_path):
-    path = written(tmp_path, "delimited")
-    FORMATS["delimited"][1](path)
-    good = cache_of(tmp_path).read_bytes()
-    header = {**json.loads(good[:4096]), "version": 1}
-    cache_of(tmp_path).write_bytes(json.dumps(header).encode().ljust(4095) + b"\n" + good[4096:])
-    assert FORMATS["delimited"][1](path).examples == 100
-    assert cache_of(tmp_path).read_bytes() == good
+    earlier = json.dumps({**json.loads(good[:4096]), "version": 1}).encode().ljust(4095) + b"\n" + good[4096:]
+    for content in (b"", b"{}", b"[]" + b" " * 5000, b"\xff" * 9000, b'{"version": 9}'.ljust(4103), earlier):
+        cache_of(tmp_path).write_bytes(content)
+        with case(content=content[:20]):
+            assert FORMATS["delimited"][1](path).examples == 100
+            assert cache_of(tmp_path).read_bytes() == good
 
 
 def test_several_writers_at_once(tmp_path):
@@ -417,9 +412,3 @@ def test_paths_may_be_a_generator(tmp_path):
         (tmp_path / f"{number}.csv").write_text(f"{number},1\n")
     source = hk.data.delimited((tmp_path / f"{number}.csv" for number in (2, 0, 1)), TWO)
     assert source.names == ["2.csv", "0.csv", "1.csv"] == source.listed_again().names
-
-
-@pytest.mark.parametrize("paths", [None, 5])
-def test_paths_of_another_type_are_an_error(paths):
-    with pytest.raises(TypeError, match=r"^paths: got (None|5), expected paths, or a sequence of them; pass e\.g\."):
-        hk.data.delimited(paths, TWO)

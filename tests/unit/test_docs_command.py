@@ -6,8 +6,6 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
 from hvdkit import errors
 from hvdkit.commands import cli
 from hvdkit.commands.docs import PAGES, find, pages
@@ -35,9 +33,8 @@ def named_pages():
     return found
 
 
-@pytest.mark.parametrize("page", named_pages())
-def test_a_page_that_is_named_exists(page):
-    assert find(page), named_pages()[page]
+def test_pages_that_are_named_exist():
+    assert not {page: files for page, files in named_pages().items() if not find(page)}
 
 
 def test_messages_name_pages_in_one_way():
@@ -78,19 +75,16 @@ def test_a_section_ends_at_the_next_one_of_its_level(capsys):
     assert "\n## " not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("wrong", "remedy"),
-    [
+def test_a_page_that_does_not_exist(capsys):
+    for wrong, remedy in (
         ("pitfals", "did you mean pitfalls? `hvdkit docs` shows them"),
         ("launching#restart", "did you mean restarts? `hvdkit docs launching` shows them"),
         ("launching#qqqq", "a section of launching; `hvdkit docs launching` shows them"),
         ("../README", "`hvdkit docs` shows them"),
-    ],
-)
-def test_a_page_that_does_not_exist(capsys, wrong, remedy):
-    assert cli.main(["docs", wrong]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and remedy in error
+    ):
+        assert cli.main(["docs", wrong]) == 2, wrong
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and remedy in error, wrong
 
 
 def test_an_error_of_a_command_ends_with_its_page(capsys):

@@ -27,7 +27,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import griffe
-import pytest
 from griffe import DocstringSectionKind as Section
 
 import hvdkit as hk
@@ -231,13 +230,12 @@ def methods(cls: griffe.Class) -> Iterator[tuple[str, griffe.Object]]:
             yield name, target
 
 
-@pytest.mark.parametrize("path", PUBLIC)
-def test_a_public_docstring_is_complete(path, caplog):
-    target = PUBLIC[path]
+def test_public_docstrings_are_complete(caplog):
+    found = []
     with caplog.at_level(logging.WARNING, logger="griffe"):
-        found = [f"{path}: {problem}" for problem in problems_of(target, target.name)]
-        if target.is_class:
-            for name, method in methods(target):
+        for path, target in PUBLIC.items():
+            found += [f"{path}: {problem}" for problem in problems_of(target, target.name)]
+            for name, method in methods(target) if target.is_class else ():
                 found += [f"{path}.{name}: {problem}" for problem in problems_of(method, name, target)]
     found += [record.getMessage() for record in caplog.records]
     assert not found, "\n".join(["", *found])
@@ -277,31 +275,29 @@ def f(x: int, y: int = 0) -> int:
 '''
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "problem"),
-    [
-        ("numbers.", "numbers", "one sentence"),
-        ("Add two", "Add :func:`two`", "reST"),
-        ("a number.", "a number. Raises TypeError otherwise.", None),  # only in the text
-        ("numbers.", "numbers.\n\n    Raises TypeError for text.", "list under Raises"),
-        ("        x: a number.\n", "", "parameter x is not documented"),
-        ("y: another", "z: another", "unknown parameter z"),
-        ("    Returns:\n        Their sum.\n\n", "", "no Returns"),
-        ("Their sum.", "Their sum,\n        rounded.", "second line of Returns"),
-        ("-> int", "-> None", "without a result"),
-        ("ValueError: ", "ValueMistake: ", "no such exception: ValueMistake"),
-        ("    Raises:\n        ValueError: ``x`` is negative.\n\n", "", "raises ValueError, which is not documented"),
-        ("Examples:", "Example:", "not a section"),
-        (">>> f(1, 2)", ">>> 1 + 2", "no example that uses f"),
-        (">>> f(1, 2)", ">>> f(1, 2)  # doctest: +SKIP", "skipped"),
-    ],
+GAPS = (
+    ("numbers.", "numbers", "one sentence"),
+    ("Add two", "Add :func:`two`", "reST"),
+    ("a number.", "a number. Raises TypeError otherwise.", None),  # only in the text
+    ("numbers.", "numbers.\n\n    Raises TypeError for text.", "list under Raises"),
+    ("        x: a number.\n", "", "parameter x is not documented"),
+    ("y: another", "z: another", "unknown parameter z"),
+    ("    Returns:\n        Their sum.\n\n", "", "no Returns"),
+    ("Their sum.", "Their sum,\n        rounded.", "second line of Returns"),
+    ("-> int", "-> None", "without a result"),
+    ("ValueError: ", "ValueMistake: ", "no such exception: ValueMistake"),
+    ("    Raises:\n        ValueError: ``x`` is negative.\n\n", "", "raises ValueError, which is not documented"),
+    ("Examples:", "Example:", "not a section"),
+    (">>> f(1, 2)", ">>> 1 + 2", "no example that uses f"),
+    (">>> f(1, 2)", ">>> f(1, 2)  # doctest: +SKIP", "skipped"),
 )
-def test_the_check_sees_a_gap(old, new, problem, tmp_path, monkeypatch):
+
+
+def test_the_check_sees_a_gap(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    for name, code in (("whole", COMPLETE), ("damaged", COMPLETE.replace(old, new))):
-        module = f"{name}_{tmp_path.name.replace('-', '_')}"
-        (tmp_path / f"{module}.py").write_text(code)
+    for number, (old, new, problem) in enumerate([("", "", None), *GAPS]):
+        module = f"docstring_{number}"
+        (tmp_path / f"{module}.py").write_text(COMPLETE.replace(old, new))
         function = griffe.load(module, search_paths=[tmp_path], docstring_parser="google", allow_inspection=False)["f"]
         found = list(problems_of(function, "f"))
-        expected = problem if name == "damaged" else None
-        assert any(expected in each for each in found) if expected else not found
+        assert any(problem in each for each in found) if problem else not found, (old, new, found)

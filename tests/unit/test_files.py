@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tensorflow as tf
+from helpers.cases import case
 from helpers.data_files import (
     FEATURES,
     FORMATS,
@@ -57,8 +58,20 @@ def order_of(files, size, batch_size=48, epochs=1, **options):
     return np.stack(steps)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_global_order_is_the_same_at_any_number_of_ranks(files, mode):
+# One format in every order, the others in one each: all of them are read fully shuffled below.
+ORDERS = [("parquet", mode) for mode in MODES]
+ORDERS += [
+    ("tfrecord", "blocks"),
+    ("array_record", "full"),
+    ("delimited", "lanes"),
+    ("criteo", "blocks"),
+    ("npy", "lanes"),
+]
+
+
+@pytest.mark.parametrize(("files", "mode"), ORDERS, indirect=["files"])
+def test_the_global_order_is_the_same_and_continues_at_any_number_of_ranks(files, mode):
+    source, check = files
     whole = order_of(files, 1, epochs=2, **MODES[mode])
     for size in (2, 3, 4):
         np.testing.assert_array_equal(order_of(files, size, epochs=2, **MODES[mode]), whole)
@@ -67,12 +80,6 @@ def test_the_global_order_is_the_same_at_any_number_of_ranks(files, mode):
         assert sorted(epoch) == list(range(EXAMPLES))
     assert (epochs[0] == range(EXAMPLES)).all() == (mode == "in order")
     assert (epochs[0] == epochs[1]).all() == (mode in ("in order", "lanes"))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_run_continues_at_another_number_of_ranks(files, mode):
-    source, check = files
-    whole = order_of(files, 1, epochs=2, **MODES[mode])
     for stop, size in ((5, 3), (len(whole) // 2 + 2, 2)):
         first = GlobalBatches(source, 48, rank=0, size=4, epochs=2, **MODES[mode])
         for _ in range(stop):
@@ -325,44 +332,45 @@ def test_a_file_that_changes_or_disappears_is_named(name, tmp_path):
     read_whole(source)  # what was open is not used again after an error
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-@pytest.mark.parametrize("lines", [["1,2", "", "3,4"], ["", "1,2", "3,4"], ["1,2", "3,4", ""], ["1,2", "3", "4,5"]])
-def test_lines_without_all_values_are_named(lines, end, tmp_path):
-    (tmp_path / "a.csv").write_text("".join(line + end for line in lines), newline="")
-    number = next(i + 1 for i, line in enumerate(lines) if line.count(",") != 1)
-    for seed in (None, 0):
-        with pytest.raises(hk.DataError, match=rf"line {number} of .*a\.csv has 1 values"):
-            read_whole(hk.data.delimited(tmp_path / "a.csv", {"a": "float32", "b": "float32"}), shuffle_seed=seed)
+def test_lines_without_all_values_are_named(tmp_path):
+    columns = {"a": "float32", "b": "float32"}
+    texts = (["1,2", "", "3,4"], ["", "1,2", "3,4"], ["1,2", "3,4", ""], ["1,2", "3", "4,5"])
+    for end, lines, seed in itertools.product(["\n", "\r\n"], texts, [None, 0]):
+        (tmp_path / "a.csv").write_text("".join(line + end for line in lines), newline="")
+        number = next(i + 1 for i, line in enumerate(lines) if line.count(",") != 1)
+        words = rf"line {number} of .*a\.csv has 1 values"
+        with case(end=end, lines=lines, seed=seed), pytest.raises(hk.DataError, match=words):
+            read_whole(hk.data.delimited(tmp_path / "a.csv", columns), shuffle_seed=seed)
 
 
-@pytest.mark.parametrize("seed", [None, 1])
-def test_arrays_of_both_byte_orders(tmp_path, seed):
+def test_arrays_of_both_byte_orders(tmp_path):
     for number, dtype in enumerate([">f4", "<f4"]):
         np.save(tmp_path / f"{number}.npy", np.arange(10 * number, 10 * number + 10).astype(dtype))
-    batches = GlobalBatches(hk.data.npy(tmp_path).map(lambda x: (x, x)), 20, shuffle_seed=seed, rank=0, size=1)
-    for x in (next(batches)[0], next(iter(batches.as_keras()))[0].numpy()):
-        assert x.dtype.isnative and sorted(x.tolist()) == [*range(20)]
+    for seed in (None, 1):
+        batches = GlobalBatches(hk.data.npy(tmp_path).map(lambda x: (x, x)), 20, shuffle_seed=seed, rank=0, size=1)
+        for x in (next(batches)[0], next(iter(batches.as_keras()))[0].numpy()):
+            assert x.dtype.isnative and sorted(x.tolist()) == [*range(20)], seed
 
 
-@pytest.mark.parametrize("text", ["1,2\r3,4\n", "1,2\n3,4\r5,6\n", "1,2\n3,4\r\r\n", "1,2\r3,4\r"])
-def test_carriage_returns_within_lines_are_named(text, tmp_path):
-    (tmp_path / "a.csv").write_text(text, newline="")
-    number = 1 + text.partition("\r")[0].count("\n")
-    for seed in (None, 0):
-        with pytest.raises(hk.DataError, match=rf"line {number} of .*a\.csv has a carriage return within it"):
+def test_carriage_returns_within_lines_are_named(tmp_path):
+    for text, seed in itertools.product(["1,2\r3,4\n", "1,2\n3,4\r5,6\n", "1,2\n3,4\r\r\n", "1,2\r3,4\r"], [None, 0]):
+        (tmp_path / "a.csv").write_text(text, newline="")
+        words = rf"line {1 + text.partition(chr(13))[0].count(chr(10))} of .*a\.csv has a carriage return within it"
+        with case(text=text, seed=seed), pytest.raises(hk.DataError, match=words):
             read_whole(hk.data.delimited(tmp_path / "a.csv", {"a": "int64", "b": "int64"}), shuffle_seed=seed)
     (tmp_path / "b.csv").write_text("x\ry\nz\n", newline="")
     lines = hk.data.delimited(tmp_path / "b.csv", {"a": "S"}, on_error="skip")
     assert lines.skipped == {str(tmp_path / "b.csv"): 1} and lines.read(np.array([0]))["a"] == b"z"
 
 
-@pytest.mark.parametrize("category", ["0000000g", "hello", "123456789", "0x12", "-1", "1 "])
-def test_categories_that_are_not_hexadecimal_are_named(category, tmp_path):
+def test_categories_that_are_not_hexadecimal_are_named(tmp_path):
     write_criteo(tmp_path / "a", range(3))
     good = (tmp_path / "a").read_text()
-    (tmp_path / "a").write_text(good.replace("00000001", category, 1))
-    with pytest.raises(hk.DataError, match=rf"line 2 of .*a cannot be parsed: .*{category}.* hexadecimal digits"):
-        read_whole(hk.data.criteo(tmp_path / "a"))
+    for category in ("0000000g", "hello", "123456789", "0x12", "-1", "1 "):
+        (tmp_path / "a").write_text(good.replace("00000001", category, 1))
+        words = rf"line 2 of .*a cannot be parsed: .*{category}.* hexadecimal digits"
+        with case(category=category), pytest.raises(hk.DataError, match=words):
+            read_whole(hk.data.criteo(tmp_path / "a"))
 
 
 def test_hexadecimal_digits_of_any_length():
@@ -431,38 +439,35 @@ def column_in(folder, values):
     ) else in_keras.numpy().tolist()
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        (pa.array([2**64 - 1, 3], pa.uint64()), [2**64 - 1, 3]),
-        (pa.array([True, False]), [True, False]),
-        (pa.array(["b", "a"]).dictionary_encode(), [b"b", b"a"]),
-        (pa.array([["a", "bc"], []]), [[b"a", b"bc"], []]),
-        (pa.array([[1, 2], None], pa.large_list(pa.int8())), [[1, 2], []]),
-        (pa.array([[[1, 2], [3, 4]], []], pa.list_(pa.list_(pa.int64(), 2))), [[[1, 2], [3, 4]], []]),
-        (pa.array([[[1, 2]], [[3, 4]]], pa.list_(pa.list_(pa.int64(), 2), 1)), [[[1, 2]], [[3, 4]]]),
-        (pa.array([b"ab", b"c\0"], pa.binary(2)), [b"ab", b"c\0"]),
-        (pa.array([0.5, 2], pa.float16()), [0.5, 2.0]),
-        (pa.array([np.datetime64(5, "us")] * 2), [5, 5]),
-    ],
+TYPES = (
+    (pa.array([2**64 - 1, 3], pa.uint64()), [2**64 - 1, 3]),
+    (pa.array([True, False]), [True, False]),
+    (pa.array(["b", "a"]).dictionary_encode(), [b"b", b"a"]),
+    (pa.array([["a", "bc"], []]), [[b"a", b"bc"], []]),
+    (pa.array([[1, 2], None], pa.large_list(pa.int8())), [[1, 2], []]),
+    (pa.array([[[1, 2], [3, 4]], []], pa.list_(pa.list_(pa.int64(), 2))), [[[1, 2], [3, 4]], []]),
+    (pa.array([[[1, 2]], [[3, 4]]], pa.list_(pa.list_(pa.int64(), 2), 1)), [[[1, 2]], [[3, 4]]]),
+    (pa.array([b"ab", b"c\0"], pa.binary(2)), [b"ab", b"c\0"]),
+    (pa.array([0.5, 2], pa.float16()), [0.5, 2.0]),
+    (pa.array([np.datetime64(5, "us")] * 2), [5, 5]),
 )
-def test_types_of_columns(tmp_path, values, expected):
-    batch, in_keras = column_in(tmp_path, values)
-    assert (batch.to_list() if isinstance(batch, tf.RaggedTensor) else batch.tolist()) == expected == in_keras
+REFUSED_TYPES = (
+    (pa.array([[[1], []]]), "type list<.*>, lists of lists"),
+    (pa.array([{"a": 1}]), "type struct"),
+    (pa.array([1]).cast(pa.decimal128(22, 2)), "type decimal128"),
+    (pa.array([[None]], pa.list_(pa.int32())), "int32 with 1 missing"),
+)
 
 
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        (pa.array([[[1], []]]), "type list<.*>, lists of lists"),
-        (pa.array([{"a": 1}]), "type struct"),
-        (pa.array([1]).cast(pa.decimal128(22, 2)), "type decimal128"),
-        (pa.array([[None]], pa.list_(pa.int32())), "int32 with 1 missing"),
-    ],
-)
-def test_types_that_are_refused(tmp_path, values, text):
-    with pytest.raises(TypeError, match=rf"column 'c' of .*a\.parquet: got {text}.*leave it out with columns="):
-        column_in(tmp_path, values)
+def test_types_of_columns(tmp_path):
+    for values, expected in TYPES:
+        batch, in_keras = column_in(tmp_path, values)
+        in_batch = batch.to_list() if isinstance(batch, tf.RaggedTensor) else batch.tolist()
+        assert in_batch == expected == in_keras, values.type
+    for values, text in REFUSED_TYPES:
+        words = rf"column 'c' of .*a\.parquet: got {text}.*leave it out with columns="
+        with case(type=values.type), pytest.raises(TypeError, match=words):
+            column_in(tmp_path, values)
 
 
 def test_files_may_differ_in_the_sizes_of_indices(tmp_path):
@@ -482,12 +487,12 @@ def test_a_line_with_other_columns_is_named(tmp_path):
         read_whole(source)
 
 
-@pytest.mark.parametrize("paths", ["missing", "empty", "missing/*.parquet", []])
-def test_no_files_are_an_error(paths, tmp_path, monkeypatch):
+def test_no_files_are_an_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="paths"):
-        hk.data.parquet(paths)
+    for paths in ("missing", "empty", "missing/*.parquet", []):
+        with case(paths=paths), pytest.raises(ValueError, match="paths"):
+            hk.data.parquet(paths)
     with pytest.raises(TypeError, match="paths"):
         hk.data.parquet([1])
 
