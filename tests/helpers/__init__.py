@@ -8,5 +8,6 @@ as_one, porting   compare N ranks with one process: hk.fit, and whole programs
 counting          exchanges, bytes and traces of a step; instructions: Python's
 pairwise          parametrize by pairs of values; cases: loop over cases inside one test
 traces            check a trace for Perfetto
+help_examples     the examples in the help of commands
 outcomes          what the ranks of a launch report, merged; for tests/run.py
 """

@@ -159,7 +159,7 @@ def main() -> None:
     with ProcessPoolExecutor(WORKERS) as pool:
         going = [
             pool.submit(kill_at_every_stage, size, victim, all_die, name)
-            for size in (4, 3, 2, 1)
+            for size in (3, 1)
             for victim, all_die in sorted({(0, False), (0, True), (size - 1, False)})
             for name in ("step-000000002", "step-000000001")
         ]

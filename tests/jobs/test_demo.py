@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 from helpers.jobs import environment
+from helpers.speed import STALL
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 900  # seconds after which a job counts as hung
+LIMIT = 0.8 * STALL  # seconds after which a job counts as hung
 TRAIN = (sys.executable, str(ROOT / "models" / "train.py"))
 SHORT = ("cifar10", "--steps", "20", "--batch-size", "16")
 ALONE, MPIRUN = (), ("mpirun", "-np", "2")
@@ -66,7 +67,10 @@ def shown(written):
     return [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in lines]
 
 
-@pytest.mark.parametrize("launcher", [HOROVODRUN, HVDKIT_RUN], ids=NAMES.get)
+AT_NIGHT = [pytest.param(launcher, marks=pytest.mark.nightly, id=NAMES[launcher]) for launcher in (HOROVODRUN, MPIRUN)]
+
+
+@pytest.mark.parametrize("launcher", [HVDKIT_RUN, AT_NIGHT[0]], ids=NAMES.get)
 def test_without_a_terminal_training_is_plain_lines_with_one_tag(launcher):
     code, output = without_terminal(*launcher, *TRAIN, *SHORT)
     lines = of_rank_0(launcher, output)
@@ -102,7 +106,7 @@ def test_on_a_terminal_a_progress_bar_grows_below_the_lines(launcher, form):
     assert [line.removeprefix(tag).split()[0] for line in lines[-4:]] == ["training", "held-out", "all", "finished"]
 
 
-@pytest.mark.parametrize("launcher", [ALONE, MPIRUN, HOROVODRUN, HVDKIT_RUN], ids=NAMES.get)
+@pytest.mark.parametrize("launcher", [ALONE, HVDKIT_RUN, *AT_NIGHT], ids=NAMES.get)
 def test_a_wrong_option_is_one_plain_message(launcher):
     code, output = without_terminal(*launcher, *TRAIN, "cifar10", "--wrong", "3", TERM="xterm-256color")
     assert code == 2 and "\x1b" not in output, output
@@ -117,16 +121,14 @@ COMMAND = (sys.executable, "-m", "hvdkit", "plan", "--wrong", "3")
 NOTEBOOK = {"JPY_PARENT_PID": "1", "FORCE_COLOR": "1"}  # what Jupyter sets for the commands in cells, with a terminal
 
 
-@pytest.mark.parametrize("extra", [{"NO_COLOR": "1"}, {"TERM": "dumb"}, NOTEBOOK], ids=str)
-def test_the_command_is_plain_on_a_terminal_that_asks_for_it(extra):
-    code, written = on_terminal(*COMMAND, **extra)
-    assert (code, written.replace("\r", "")) == without_terminal(*COMMAND)
-    assert "\x1b" not in written and written.startswith("Unrecognized options: --wrong, 3")
-
-
-def test_the_command_has_colours_on_a_terminal():
+def test_the_command_has_colours_on_a_terminal_unless_it_asks_for_none():
     code, written = on_terminal(*COMMAND)
     assert code == 2 and "\x1b[" in written and "--wrong" in written
+    plain = without_terminal(*COMMAND)
+    assert "\x1b" not in plain[1] and plain[1].startswith("Unrecognized options: --wrong, 3")
+    for extra in ({"NO_COLOR": "1"}, {"TERM": "dumb"}, NOTEBOOK):
+        code, written = on_terminal(*COMMAND, **extra)
+        assert (code, written.replace("\r", "")) == plain, extra
 
 
 def test_in_a_notebook_ranks_have_no_terminal():

@@ -40,11 +40,11 @@ PROFILED = """
 """
 NEEDED = "if cluster.rank % 2 == 0: hk.allreduce(tf.ones(3))"
 JOBS = [
-    ("mpirun", ""),
     ("mpirun", "hk.shutdown()"),
     ("horovodrun --gloo", ""),
     ("hvdkit run", ""),
     ("mpirun", NEEDED),
+    pytest.param("mpirun", "", marks=pytest.mark.nightly),
 ]
 
 
@@ -76,7 +76,7 @@ def test_sets_that_end_at_different_times(endings, launcher, end):
         assert done.returncode == 0 and "hvdkit" not in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+@pytest.mark.parametrize("launcher", ["horovodrun --gloo", pytest.param("mpirun", marks=pytest.mark.nightly)])
 def test_a_profile_is_written_if_the_chief_ends_later(launcher, tmp_path):
     env = environment(PYTHONPATH=PATHS, TF_CPP_MIN_LOG_LEVEL="2", HVDKIT_PROFILE=f"{tmp_path}:5-7")
     command = [*LAUNCHERS[launcher], "-np", "2", sys.executable, "-c", textwrap.dedent(PROFILED)]

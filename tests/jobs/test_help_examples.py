@@ -1,20 +1,17 @@
-"""Run every example of the command line's help, as it is shown, at a small scale."""
+"""Run examples of the help, as they are shown, at a small scale; tests/unit/test_cli.py parses all of them."""
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-import pkgutil
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
 
 import pytest
 from helpers import data_files
+from helpers.help_examples import help_examples
 from helpers.jobs import call, environment
 
 from hvdkit import checkpoint
@@ -24,13 +21,27 @@ from hvdkit.commands.new import New, new
 ROOT = Path(__file__).resolve().parents[2]
 # Options that make an example small, by its beginning; they go before the program.
 SMALL = {
-    "hvdkit bench --profile runs/profile -np 2 -- ": "--profile-steps 3-5",
-    "hvdkit bench": "--steps 2 --warm-up 1 --batch 8 --no-scaling",
     "hvdkit build-horovod": "--no-install",
-    "hvdkit doctor": "--no-run",  # tests/jobs/test_doctor.py starts ranks
     "hvdkit tune": "--steps 2 --warm-up 1 --rounds 1 --batch 1 --no-bucket --no-cycle --no-autotune",
 }
-# Examples that need several hosts or Slurm, and the tests that run such jobs.
+EXAMPLES = (
+    "hvdkit new my_project --form loop --cluster slurm",
+    "hvdkit run -np 4 --max-restarts 3 -- python train.py",
+    "hvdkit run -np 4 --dry-run -- python train.py",
+    "hvdkit flight /tmp/hvdkit-flight-20261123-120000-4242.json --trace trace.json",
+    "hvdkit build-horovod",
+    "hvdkit checkpoint verify runs/mnist/checkpoints/step-000001200",
+    "hvdkit checkpoint export runs/mnist --to served/1 --format saved-model --model train:build_model",
+    "hvdkit data inspect clicks/ --ranks 64",
+    "hvdkit data index 'images/train-*'",
+    "HVDKIT_TUNED=cifar10.json horovodrun -np 2 python train.py",
+    "hvdkit plan --measured cifar10.json --ranks 8..4096 --bandwidth 25Gbit",
+    "hvdkit completion bash > ~/.local/share/bash-completion/completions/hvdkit",
+)
+TUNE = "hvdkit tune -np 2 --model cifar10 --save cifar10.json"  # the folder is made with it
+# Commands, and examples that need several hosts or Slurm, which other files of tests run.
+COMMANDS_ELSEWHERE = {"bench": "jobs/test_bench_command.py", "doctor": "jobs/test_doctor.py"}
+COMMANDS_ELSEWHERE["docs"] = "unit/test_docs_command.py"
 ELSEWHERE = {
     "hvdkit run -H node1:4,node2:4 -- python train.py": ("test_run_on_hosts.py", '"run", "-H", hosts.list'),
     "hvdkit run --slurm -- python train.py": ("test_slurm.py", "hvdkit run --slurm --engine mpirun"),
@@ -46,19 +57,6 @@ if hk.rank() == 1:
     raise SystemExit(3)
 hk.allreduce(2.0)
 """
-
-
-def examples():
-    """Return the examples of the table and of each docstring, in the order of the help."""
-    found = {}
-    for command in cli.COMMANDS.values():
-        found[command.example] = None
-        kind = pkgutil.resolve_name(command.config)
-        for config in [kind] if dataclasses.is_dataclass(kind) else [get_args(one)[0] for one in get_args(kind)]:
-            block = re.search(r"\nFor example:\n((?: {4}.*\n)+)", inspect.getdoc(config) + "\n")[1]
-            lines = block.replace("\\\n", " ").splitlines()
-            found |= dict.fromkeys(re.sub(r"(?<=\S) {2,}[^- ].*", "", line.strip()) for line in lines)
-    return [re.sub(r" {2,}", " ", example) for example in found]
 
 
 def scaled(example, folder, logdir="runs/other"):
@@ -92,31 +90,30 @@ def folder(tmp_path_factory):
     flight = re.search(r"^flight recorder: (\S+) .*; see `hvdkit docs failures`$", done.stderr, re.MULTILINE)
     assert done.returncode != 0 and flight, done.stderr
     shutil.move(flight[1], folder / "flight.json")
-    done = shell(scaled("hvdkit tune -np 2 --model cifar10 --save cifar10.json", folder), folder)
+    done = shell(scaled(TUNE, folder), folder)
     assert done.returncode == 0, done.stdout
     return folder
 
 
 def shell(command, folder):
-    """Run a command as a user does, in bash or, for zsh's script, in zsh."""
+    """Run a command in bash, as a user does."""
     home = {"HOME": str(folder)} if "~" in command else {}  # the user's cache has the wheel of Horovod
     env = environment(PYTHONPATH=str(ROOT), **home)
-    program = ["zsh", "-f", "-c", f"autoload -Uz compinit; compinit -u -D; {command}"] if "zsh" in command else None
-    return call(program or ["bash", "-ec", command], cwd=folder, env=env, stderr=subprocess.STDOUT)
+    return call(["bash", "-ec", command], cwd=folder, env=env, stderr=subprocess.STDOUT)
 
 
-def test_each_example_is_run_or_another_test_runs_it():
-    found = examples()
-    assert {*ELSEWHERE, *FINDS_A_PROBLEM} <= {*found} and len(found) > 35
-    assert not [example for example in found if "hvdkit" not in example.lower()]
+def test_each_command_is_run_here_or_by_another_file():
+    found = help_examples()
+    assert {*EXAMPLES, TUNE, *ELSEWHERE} <= {*found}
+    run = {example.split()[1] for example in (*EXAMPLES, TUNE) if example.startswith("hvdkit ")}
+    assert run | {*COMMANDS_ELSEWHERE} == {*cli.COMMANDS}
+    assert all((ROOT / "tests" / path).exists() for path in COMMANDS_ELSEWHERE.values())
     for name, text in ELSEWHERE.values():
         assert text in (ROOT / "tests" / "jobs" / name).read_text()
 
 
-@pytest.mark.parametrize("example", [example for example in examples() if example not in ELSEWHERE])
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_an_example_runs(folder, tmp_path, example):
-    if "completion zsh" in example and shutil.which("zsh") is None:
-        pytest.skip("no zsh (Debian: zsh)")
     (folder / ".local/share/bash-completion/completions").mkdir(parents=True, exist_ok=True)
     where = tmp_path if example.startswith("hvdkit new") else folder
     if example.startswith("hvdkit checkpoint export"):  # into a folder that is empty

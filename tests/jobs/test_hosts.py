@@ -42,9 +42,9 @@ def test_large_messages_go_round_a_ring():
 @pytest.mark.parametrize(
     ("launcher", "words"),
     [
-        ("mpirun", "hvdkit: rank 1 on host-b "),
-        ("horovodrun --gloo", "hvdkit: rank 1 on host-b "),
         ("hvdkit run", "hvdkit run: rank 1 on 10.77.0.2 "),
+        pytest.param("mpirun", "hvdkit: rank 1 on host-b ", marks=pytest.mark.nightly),
+        pytest.param("horovodrun --gloo", "hvdkit: rank 1 on host-b ", marks=pytest.mark.nightly),
     ],
 )
 def test_a_host_dies(launcher, words):
@@ -54,7 +54,7 @@ def test_a_host_dies(launcher, words):
     assert ending.code > 0 and not ending.left and ending.seconds < 5 * slowdown(), (ending.seconds, ending.left)
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("horovodrun --gloo", marks=pytest.mark.nightly)])
 def test_a_host_is_cut_off(launcher):
     with Hosts(3) as hosts:
         ending = run("wait", launcher, ranks=3, hosts=hosts, act=hosts[1].cut, HVDKIT_HEARTBEAT_SECONDS=scaled(4))
@@ -70,9 +70,9 @@ def test_a_host_is_cut_off(launcher):
 @pytest.mark.parametrize(
     ("launcher", "words"),
     [
-        ("mpirun", "hvdkit: rank 1 on host-b"),
         ("horovodrun --gloo", "hvdkit: rank 1 on host-b"),
-        ("hvdkit run", "hvdkit run: rank 1 on 10.77.0.2"),
+        pytest.param("mpirun", "hvdkit: rank 1 on host-b", marks=pytest.mark.nightly),
+        pytest.param("hvdkit run", "hvdkit run: rank 1 on 10.77.0.2", marks=pytest.mark.nightly),
     ],
 )
 def test_a_stopped_rank_alone_on_its_host(launcher, words):
@@ -84,7 +84,7 @@ def test_a_stopped_rank_alone_on_its_host(launcher, words):
     assert ending.seconds < 12 * slowdown()
 
 
-@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("at", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_lone_rank_that_computes_is_no_failure(at):
     """The rank holds Python's lock for twice the heartbeat's limit, but its host still acknowledges packets."""
     with Hosts(2) as hosts:

@@ -17,8 +17,9 @@ SCRIPT = ["models/train.py", "cifar10", "--data", "synthetic", "--steps", "2", "
     ("launcher", "ranks"),
     [
         (["launch/local.sh"], 3),  # horovodrun -np 3
-        (["env", "GLOO=1", "NP=2", "launch/local.sh"], 2),  # horovodrun --gloo -np 2
         (["mpirun", "--tag-output", "-np", "2", "python"], 2),
+        # horovodrun --gloo -np 2
+        pytest.param(["env", "GLOO=1", "NP=2", "launch/local.sh"], 2, marks=pytest.mark.nightly),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )

@@ -93,7 +93,10 @@ def listening(pid):
     return [socket.inet_ntoa(bytes.fromhex(address)[::-1]) for address in found]
 
 
-@pytest.mark.parametrize("options", [(), ("--interface", "eth0"), ("--interface", "eth0", "--no-check")])
+AT_NIGHT = [pytest.param(("--interface", "eth0", *check), marks=pytest.mark.nightly) for check in ((), ("--no-check",))]
+
+
+@pytest.mark.parametrize("options", [(), *AT_NIGHT])
 def test_under_gloo_the_token_lies_in_a_private_file_and_one_address_is_listened_at(hosts, tmp_path, options):
     """Hosts that share their /tmp, as these do, see the same file."""
     script = "import os, sys, time; open(sys.argv[1] + os.environ['HOROVOD_RANK'], 'w').close(); time.sleep(2)"
@@ -128,21 +131,17 @@ def test_a_folder_that_is_there_already_and_has_another_token_is_refused(tmp_pat
     assert set(Path("/tmp").glob("hvdkit-run-*")) == before
 
 
-@pytest.mark.parametrize(
-    ("ssh_args", "problem"),
-    [
+def test_hosts_that_cannot_be_reached(hosts, tmp_path):
+    for ssh_args, problem in (
         ("-o GlobalKnownHostsFile=/dev/null", "its host key is not known here; ssh {host} once, and accept its key"),
         ("-o PubkeyAuthentication=no", "it refuses the login; ssh-copy-id {host}; ssh must need no password"),
         ("-p 2222", "no ssh server listens there; start sshd, or pass its port: --ssh-args='-p 2222'"),
-    ],
-)
-def test_hosts_that_cannot_be_reached(hosts, tmp_path, ssh_args, problem):
-    command = ["hvdkit", "run", "-H", hosts.list, f"--ssh-args={ssh_args}", "--", "true"]
-    process = begin(hosts, *command, out=tmp_path / "out")
-    assert process.wait(WAIT) == 2
-    text = (tmp_path / "out").read_text()
-    for host in ("10.77.0.2", "10.77.0.3"):
-        assert f"host {host}: {problem.format(host=host)}" in text
+    ):
+        command = ["hvdkit", "run", "-H", hosts.list, f"--ssh-args={ssh_args}", "--", "true"]
+        assert begin(hosts, *command, out=tmp_path / "out").wait(WAIT) == 2, ssh_args
+        text = (tmp_path / "out").read_text()
+        for host in ("10.77.0.2", "10.77.0.3"):
+            assert f"host {host}: {problem.format(host=host)}" in text, ssh_args
 
 
 def test_hosts_with_other_software(tmp_path):

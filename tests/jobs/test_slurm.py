@@ -19,7 +19,7 @@ SBATCH = str(ROOT / "launch" / "slurm.sbatch")
 WAITS = 'echo "rank on $(hostname)"; while [ ! -e "$1" ]; do sleep 0.1; done'
 FAIL = '[ "${OMPI_COMM_WORLD_RANK:-$SLURM_PROCID}" = 1 ] || sleep 4000; [ -e "$1" ] && exit 3; touch "$1"; kill -9 $$'
 WHY = missing()
-pytestmark = pytest.mark.skipif(WHY is not None, reason=f"no Slurm: {WHY}")
+pytestmark = [pytest.mark.nightly, pytest.mark.skipif(WHY is not None, reason=f"no Slurm: {WHY}")]
 
 
 @pytest.fixture(scope="module")

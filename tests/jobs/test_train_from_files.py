@@ -27,7 +27,7 @@ def numbers(output, pattern):
     return [float(number) for number in (found if isinstance(found, tuple) else [found])]
 
 
-@pytest.mark.parametrize("form", ["parquet", "criteo"])
+@pytest.mark.parametrize("form", ["parquet", pytest.param("criteo", marks=pytest.mark.nightly)])
 def test_clicks_in_files(tmp_path, form):
     folder = tmp_path / "clicks"
     python("write_files.py", "clicks", folder, "--format", form, "--examples", "2000", "--rows", "50", "--files", "4")

@@ -20,13 +20,13 @@ MARKS = ("closed", "finally", "first-handler", "kept", "last-handler")
 DISK, NAN = "failed: ValueError: the disk is full", "failed: NonFiniteError: the loss is NaN"
 JOBS = [
     ("graph", "mpirun", 1, DISK),
-    ("sleep", "mpirun", 1, DISK),
     ("exchange", "horovodrun", 1, DISK),
-    ("eager", "horovodrun --gloo", 1, NAN),
     ("sleep", "horovodrun --gloo", 1, DISK),
     ("eager", "hvdkit run", 65, NAN),
-    ("sleep", "hvdkit run", 1, DISK),
     ("finally", "mpirun", 1, DISK),
+    pytest.param("sleep", "mpirun", 1, DISK, marks=pytest.mark.nightly),
+    pytest.param("eager", "horovodrun --gloo", 1, NAN, marks=pytest.mark.nightly),
+    pytest.param("sleep", "hvdkit run", 1, DISK, marks=pytest.mark.nightly),
 ]
 
 

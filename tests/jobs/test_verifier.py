@@ -34,14 +34,21 @@ KINDS = {
 }
 
 
+AT_NIGHT = ("shape", "extra")  # found as "dtype" is
+
+
 @pytest.fixture(scope="module")
-def jobs():
-    """Run all jobs, two at a time since they mostly start or wait."""
+def jobs(request):
+    """Run the jobs of all selected tests, two at a time since they mostly start or wait."""
+    items = [item for item in request.session.items if item.path == request.path]
+    chosen = {
+        item.callspec.params["kind"] for item in items if "jobs" in item.fixturenames and hasattr(item, "callspec")
+    }
     with ThreadPoolExecutor(2) as pool:
-        yield {kind: pool.submit(run_unlike, kind, ranks) for kind, (ranks, _) in (KINDS | NOTHING).items()}
+        yield {kind: pool.submit(run_unlike, kind, (KINDS | NOTHING)[kind][0]) for kind in (*chosen, *NOTHING)}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.nightly] * (k in AT_NIGHT)) for k in KINDS])
 def test_the_lines_that_differ(jobs, kind):
     job = jobs[kind].result()
     assert job.code == 1
@@ -67,7 +74,10 @@ hk.allreduce(x, process_set=sets[hk.rank()])
 """
 
 
-@pytest.mark.parametrize(("launcher", "extra"), [(MPI, {}), (GLOO, {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})])
+@pytest.mark.parametrize(
+    ("launcher", "extra"),
+    [(GLOO, {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}), pytest.param(MPI, {}, marks=pytest.mark.nightly)],
+)
 def test_ranks_in_unlike_process_sets_end_with_an_error(launcher, extra):
     """Runs without ``HVDKIT_CHECK``. Each rank waits for the next one, in a cycle."""
     job = run(UNLIKE_SETS, launcher, 3, **extra)
@@ -101,7 +111,11 @@ for _ in range(10):
 """
 
 
-@pytest.mark.parametrize("before", [JOIN_ONE_BY_ONE, WAIT_FOR_THOSE_BEFORE], ids=["join", "asynchronous"])
+@pytest.mark.parametrize(
+    "before",
+    [JOIN_ONE_BY_ONE, pytest.param(WAIT_FOR_THOSE_BEFORE, marks=pytest.mark.nightly)],
+    ids=["join", "asynchronous"],
+)
 def test_two_ranks_may_wait_for_a_late_one(before):
     """Rank 0 must not mistake one collective for two, whatever the ranks exchanged before."""
     job = run(LATE.format(before=before), MPI, 3)

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import pkgutil
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from typing import get_args, get_type_hints
 
 import psutil
 import pytest
+from helpers.cases import case
+from helpers.help_examples import help_examples
 from helpers.speed import WAIT
 
 from hvdkit import __version__
@@ -63,13 +66,13 @@ def test_help_names_every_command_and_an_example(capsys):
         assert command.example in shown
 
 
-@pytest.mark.parametrize("columns", ["30", "80", "200"])
-def test_the_list_of_commands_fits_the_terminal(capsys, monkeypatch, columns):
-    monkeypatch.setenv("COLUMNS", columns)
-    assert cli.main(["help"]) == 0
-    listed = capsys.readouterr().out.partition("commands:\n")[2].partition("\n\n")[0].splitlines()
-    assert max(map(len, listed)) <= max(40, int(columns))
-    assert all(line.startswith("  ") for line in listed)
+def test_the_list_of_commands_fits_the_terminal(capsys, monkeypatch):
+    for columns in (30, 80, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert cli.main(["help"]) == 0
+        listed = capsys.readouterr().out.partition("commands:\n")[2].partition("\n\n")[0].splitlines()
+        assert max(map(len, listed)) <= max(40, columns), columns
+        assert all(line.startswith("  ") for line in listed), columns
 
 
 def test_no_command_shows_the_help_and_fails(capsys):
@@ -79,7 +82,8 @@ def test_no_command_shows_the_help_and_fails(capsys):
 
 def test_version(capsys):
     assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"hvdkit {__version__}\n"
+    done = subprocess.run([*HVDKIT, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == capsys.readouterr().out == f"hvdkit {__version__}\n"
 
 
 def test_help_imports_nothing_heavy():
@@ -90,15 +94,11 @@ def test_help_imports_nothing_heavy():
     assert not loaded & {"tensorflow", "keras", "horovod", "mpi4py.MPI", "tyro", "rich"}
 
 
-@pytest.mark.parametrize("typed", [["docter"], ["help", "docter"], ["docter", "--help"]])
-def test_an_unknown_command_is_one_line_and_exit_code_2(capsys, typed):
-    assert cli.main(typed) == 2
-    error = capsys.readouterr().err
-    assert error == "hvdkit: no command 'docter'; did you mean 'doctor'? `hvdkit help` lists all\n"
-
-
-def test_a_command_that_resembles_none(capsys):
-    assert cli.main(["train.py"]) == 2
+def test_an_unknown_command_is_one_line_and_exit_code_2(capsys):
+    expected = "hvdkit: no command 'docter'; did you mean 'doctor'? `hvdkit help` lists all\n"
+    for typed in (["docter"], ["help", "docter"], ["docter", "--help"]):
+        assert (cli.main(typed), capsys.readouterr().err) == (2, expected), typed
+    assert cli.main(["train.py"]) == 2  # resembles none
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and all(name in error for name in cli.COMMANDS)
 
@@ -124,11 +124,6 @@ def test_help_of_a_command_in_two_ways(capsys):
         assert "usage: hvdkit COMMAND" in capsys.readouterr().out
 
 
-def test_python_m_hvdkit_is_the_same_command():
-    done = subprocess.run([*HVDKIT, "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout == f"hvdkit {__version__}\n"
-
-
 def test_a_word_of_an_option_that_is_wrong_gets_a_proposal(capsys):
     assert cli.main(["run", "--max-restart", "3", "--", "python"]) == 2
     error = capsys.readouterr().err
@@ -141,49 +136,75 @@ def subcommand_of(annotated):
     return config, [settings.name]
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
-def test_each_command_has_a_documented_config_and_a_runner(name, capsys):
-    config = pkgutil.resolve_name(cli.COMMANDS[name].config)
-    assert callable(pkgutil.resolve_name(cli.COMMANDS[name].runner))
-    # A config, or a union of the configs of subcommands: Annotated[Inspect, subcommand("inspect")] | ...
-    parts = [(config, [])] if isinstance(config, type) else [subcommand_of(one) for one in get_args(config)]
-    for part, words in parts:
-        assert part.__dataclass_params__.frozen
-        assert all(field.kw_only for field in dataclasses.fields(part))
-        assert cli.main([name, *words, "--help"]) == 0
-        shown = capsys.readouterr().out
-        assert f"\nFor example:\n    {' '.join(['hvdkit', name, *words])}" in shown
-        assert re.search(r"\nSee `hvdkit docs [a-z]", shown)
-        assert "None}" not in shown and not re.search(" $", shown, re.MULTILINE)
-        hints = get_type_hints(part, include_extras=True)
-        for field in dataclasses.fields(part):
-            positional = "Positional" in str(hints[field.name])
-            assert (field.name.upper() if positional else f"--{field.name.replace('_', '-')}") in shown
+def test_each_command_has_a_documented_config_and_a_runner(capsys):
+    for name, command in cli.COMMANDS.items():
+        config = pkgutil.resolve_name(command.config)
+        # A config, or a union of the configs of subcommands: Annotated[Inspect, subcommand("inspect")] | ...
+        parts = [(config, [])] if isinstance(config, type) else [subcommand_of(one) for one in get_args(config)]
+        for part, words in parts:
+            with case(name=name, words=words):
+                assert callable(pkgutil.resolve_name(command.runner))
+                assert cli.main([name, *words, "--help"]) == 0
+                check_help(part, f"hvdkit {' '.join([name, *words])}", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(
-    ("outcome", "code", "out", "err"),
-    [
-        ("none", 0, "", ""),
-        ("three", 3, "", ""),
-        ("result", 0, "a/wheel.whl\n", ""),
-        ("hvdkit-error", 2, "", "hvdkit echo: ranks: got 3, expected 4; start 4 ranks\n"),
-        ("value-error", 2, "", "hvdkit echo: splits: got 1, expected 2; pass 2\n"),
-        ("import-error", 2, "", "hvdkit echo: hvdkit needs Horovod; run `hvdkit build-horovod`\n"),
-        ("interrupt", 130, "", ""),
-        ("exit-message", 1, "", "no compiler\n"),
-    ],
-)
-def test_what_a_runner_does_becomes_output_and_exit_code(with_echo, capsys, outcome, code, out, err):
-    assert cli.main(["echo", "--outcome", outcome]) == code
-    captured = capsys.readouterr()
-    assert (captured.out, captured.err) == (out, err)
+def check_help(config, command, shown):
+    """Check a command's config, and its help."""
+    assert config.__dataclass_params__.frozen
+    assert all(field.kw_only for field in dataclasses.fields(config))
+    assert f"\nFor example:\n    {command}" in shown
+    assert re.search(r"\nSee `hvdkit docs [a-z]", shown)
+    assert "None}" not in shown and not re.search(" $", shown, re.MULTILINE)
+    hints = get_type_hints(config, include_extras=True)
+    for field in dataclasses.fields(config):
+        positional = "Positional" in str(hints[field.name])
+        assert (field.name.upper() if positional else f"--{field.name.replace('_', '-')}") in shown
+
+
+OUTCOMES = {
+    "none": (0, "", ""),
+    "three": (3, "", ""),
+    "result": (0, "a/wheel.whl\n", ""),
+    "hvdkit-error": (2, "", "hvdkit echo: ranks: got 3, expected 4; start 4 ranks\n"),
+    "value-error": (2, "", "hvdkit echo: splits: got 1, expected 2; pass 2\n"),
+    "import-error": (2, "", "hvdkit echo: hvdkit needs Horovod; run `hvdkit build-horovod`\n"),
+    "interrupt": (130, "", ""),
+    "exit-message": (1, "", "no compiler\n"),
+}
+
+
+def test_what_a_runner_does_becomes_output_and_exit_code(with_echo, capsys):
+    for outcome, expected in OUTCOMES.items():
+        code = cli.main(["echo", "--outcome", outcome])
+        assert (code, *capsys.readouterr()) == expected, outcome
 
 
 def test_debug_shows_the_traceback(with_echo, monkeypatch):
     monkeypatch.setenv("HVDKIT_DEBUG", "1")
     with pytest.raises(HvdkitError):
         cli.main(["echo", "--outcome", "hvdkit-error"])
+
+
+PARSED = []
+
+
+def parsed(config, *program):
+    """Keep the config and the program that a command would run with."""
+    PARSED.append((config, *program))
+
+
+def test_the_examples_of_the_help_are_parsed(monkeypatch, tmp_path):
+    """tests/jobs/test_help_examples.py runs some of them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[parsed.__module__])
+    for name, command in [*cli.COMMANDS.items()]:
+        monkeypatch.setitem(cli.COMMANDS, name, command._replace(runner=f"{__name__}:parsed"))
+    examples = [example for example in help_examples() if "hvdkit " in example]
+    assert len(examples) > 35
+    for example in examples:
+        words = shlex.split(re.search(r"hvdkit ([^>)]*)", example)[1])
+        assert cli.main(words) == 0, example
+    assert len(PARSED) == len(examples)
 
 
 def test_wrong_arguments_are_named(capsys):

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
+import re
 from pathlib import Path
 
 import pytest
+from helpers.speed import WAIT
 
-from hvdkit.commands.doctor import host_checks, mpi_checks, software_checks
+from hvdkit.commands.doctor import examine, facts, host_checks, mpi_checks, report, software_checks
+from hvdkit.commands.doctor.finding import Finding
+from hvdkit.machine import subprocesses
 from hvdkit.machine.environment import outside_a_job
 from hvdkit.machine.interfaces import Address
 from hvdkit.machine.mpi import ROOT_VARIABLES, Mpi, MpiLauncher, identify
@@ -16,9 +21,8 @@ from hvdkit.machine.mpi import ROOT_VARIABLES, Mpi, MpiLauncher, identify
 # --- MPI --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+def test_identify_mpi():
+    for text, expected in (
         ("mpirun (Open MPI) 4.1.8\n\nReport bugs to http://www.open-mpi.org", "Open MPI 4.1.8"),
         ("Open MPI v5.0.6, package: Open MPI", "Open MPI 5.0.6"),
         ("MPICH Version:      4.2.3\nMPICH Release date: Thu", "MPICH 4.2.3"),
@@ -26,10 +30,8 @@ from hvdkit.machine.mpi import ROOT_VARIABLES, Mpi, MpiLauncher, identify
         ("Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 20240701", "Intel MPI 2021.13"),
         ("Intel(R) MPI Library 2021.13 for Linux* OS", "Intel MPI 2021.13"),
         ("srun: command not found", "None"),
-    ],
-)
-def test_identify_mpi(text, expected):
-    assert str(identify(text)) == expected
+    ):
+        assert str(identify(text)) == expected, text
 
 
 def test_two_mpi_libraries_are_a_problem(here):
@@ -41,16 +43,11 @@ def test_two_mpi_libraries_are_a_problem(here):
     assert here.training["horovod"]["libmpi"][0] in found.remedy
 
 
-@pytest.mark.parametrize(
-    ("of", "status"),
-    [(Mpi("MPICH", "5.0.2"), "problem"), (Mpi("Open MPI", "4.0.0"), "warning")],
-)
-def test_an_mpirun_of_another_mpi(here, of, status):
+def test_an_mpirun_of_another_mpi(here):
     assert mpi_checks.mpirun(here).status == "ok"
-    foreign = dataclasses.replace(here, mpirun=MpiLauncher("/opt/bin/mpirun", True, of))
-    found = mpi_checks.mpirun(foreign)
-    assert found.status == status
-    assert "first on PATH" in found.remedy
+    for of, status in ((Mpi("MPICH", "5.0.2"), "problem"), (Mpi("Open MPI", "4.0.0"), "warning")):
+        found = mpi_checks.mpirun(dataclasses.replace(here, mpirun=MpiLauncher("/opt/bin/mpirun", True, of)))
+        assert found.status == status and "first on PATH" in found.remedy, of
 
 
 def test_horovodrun_with_open_mpi_5(here):
@@ -69,10 +66,10 @@ def test_import_order_is_safe_with_bound_symbols(here):
     assert found.details["exposed"] == at_risk
 
 
-@pytest.mark.parametrize(("value", "status"), [("0", "note"), ("1", "ok")])
-def test_busy_wait(here, value, status):
-    changed = {**here.environment, "OMPI_MCA_mpi_yield_when_idle": value}
-    assert mpi_checks.busy_wait(dataclasses.replace(here, environment=changed)).status == status
+def test_busy_wait(here):
+    for value, status in (("0", "note"), ("1", "ok")):
+        changed = {**here.environment, "OMPI_MCA_mpi_yield_when_idle": value}
+        assert mpi_checks.busy_wait(dataclasses.replace(here, environment=changed)).status == status
 
 
 def test_a_nested_launch_forgets_the_job_it_is_in():
@@ -139,37 +136,35 @@ def test_network_never_offers_what_stays_on_the_host(here):
     assert "one host only" in host_checks.network(clean, interfaces[:1]).what
 
 
-@pytest.mark.parametrize(
-    ("tensorflow", "nccl", "np", "status", "remedy"),
-    [
-        ({"cuda": False, "gpus": []}, False, 1, "warning", "tensorflow[and-cuda]"),
-        ({"cuda": True, "gpus": []}, False, 1, "warning", "CUDA_VISIBLE_DEVICES"),
-        ({"cuda": True, "gpus": ["GPU:0"]}, False, 1, "warning", "hvdkit build-horovod --gpu nccl"),
-        ({"cuda": True, "gpus": ["GPU:0"]}, True, 2, "warning", "-np 1"),
-        ({"cuda": True, "gpus": ["GPU:0"]}, True, 1, "note", "jit_compile=False"),
-    ],
-)
-def test_gpus(here, tmp_path, monkeypatch, tensorflow, nccl, np, status, remedy):
+def with_stages(here, **changes):
+    """Return the facts with changes of some stages of the probe."""
+    stages = {**here.training.stages, **{name: {**here.training[name], **changes[name]} for name in changes}}
+    return dataclasses.replace(here, training=dataclasses.replace(here.training, stages=stages))
+
+
+def test_gpus(here, tmp_path, monkeypatch):
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA A100-SXM4-40GB, 550.54'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    stages = {
-        **here.training.stages,
-        "tensorflow": {**here.training["tensorflow"], **tensorflow},
-        "horovod": {**here.training["horovod"], "nccl": nccl},
-    }
-    machine = dataclasses.replace(here, np=np, training=dataclasses.replace(here.training, stages=stages))
-    found = host_checks.gpus(machine)
-    assert (found.status, found.details["nvidia_smi"]) == (status, ["NVIDIA A100-SXM4-40GB, 550.54"])
-    assert remedy in found.remedy
+    for cuda, gpus, nccl, np, status, remedy in (
+        (False, [], False, 1, "warning", "tensorflow[and-cuda]"),
+        (True, [], False, 1, "warning", "CUDA_VISIBLE_DEVICES"),
+        (True, ["GPU:0"], False, 1, "warning", "hvdkit build-horovod --gpu nccl"),
+        (True, ["GPU:0"], True, 2, "warning", "-np 1"),
+        (True, ["GPU:0"], True, 1, "note", "jit_compile=False"),
+    ):
+        machine = with_stages(here, tensorflow={"cuda": cuda, "gpus": gpus}, horovod={"nccl": nccl})
+        found = host_checks.gpus(dataclasses.replace(machine, np=np))
+        assert found.details["nvidia_smi"] == ["NVIDIA A100-SXM4-40GB, 550.54"]
+        assert found.status == status and remedy in found.remedy, remedy
 
 
 # --- software ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("check", "changes", "status"),
-    [
+def test_software_verdicts(here):
+    both = {"tensorflow": "2.21.0", "tensorflow-cpu": "2.21.0"}
+    for check, changes, status in (
         (software_checks.platform, {"system": "Darwin", "glibc": ""}, "problem"),
         (software_checks.platform, {"system": "Windows", "glibc": ""}, "problem"),
         (software_checks.platform, {"glibc": ""}, "problem"),
@@ -178,30 +173,24 @@ def test_gpus(here, tmp_path, monkeypatch, tensorflow, nccl, np, status, remedy)
         (software_checks.python, {"python": (3, 12, 1)}, "ok"),
         (software_checks.numpy, {"installed": {}}, "problem"),
         (software_checks.horovod_tensorflow, {"built_for": {"tensorflow": "2.15.0"}}, "problem"),
-        (software_checks.tensorflow, {"installed": {"tensorflow": "2.21.0", "tensorflow-cpu": "2.21.0"}}, "warning"),
-    ],
-)
-def test_software_verdicts(here, check, changes, status):
-    found = check(dataclasses.replace(here, **changes))
-    assert found.status == status, found.what
+        (software_checks.tensorflow, {"installed": both}, "warning"),
+    ):
+        found = check(dataclasses.replace(here, **changes))
+        assert found.status == status, (changes, found.what)
 
 
-@pytest.mark.parametrize(
-    ("version", "status"),
-    [
+def test_tensorflow_versions(here):
+    for version, status in (
         ("2.15.1", "problem"),
         ("2.16.2", "ok"),
         ("2.21.1", "ok"),
         ("2.22.0rc0", "ok"),
         ("2.23.0rc0", "warning"),
         ("3.0.0", "warning"),
-    ],
-)
-def test_tensorflow_versions(here, version, status):
-    stages = {**here.training.stages, "tensorflow": {**here.training["tensorflow"], "version": version}}
-    training = dataclasses.replace(here.training, stages=stages)
-    found = software_checks.tensorflow(dataclasses.replace(here, training=training, installed={"tensorflow": version}))
-    assert found.status == status, found.what
+    ):
+        machine = with_stages(here, tensorflow={"version": version})
+        found = software_checks.tensorflow(dataclasses.replace(machine, installed={"tensorflow": version}))
+        assert found.status == status, (version, found.what)
 
 
 def test_two_distributions_of_keras(here):
@@ -212,17 +201,49 @@ def test_two_distributions_of_keras(here):
         assert software_checks.keras(dataclasses.replace(here, installed={name: version})).status == "ok"
 
 
-@pytest.mark.parametrize(
-    ("changes", "remedy"),
-    [
+def test_keras_that_would_not_average(here):
+    for changes, remedy in (
         ({"version": "2.15.0"}, "keras>=3.5"),
         ({"version": "3.4.1"}, "keras>=3.5"),
         ({"backend": "jax"}, "KERAS_BACKEND=tensorflow"),
         ({"tf_keras_version": "2.18.0"}, "TF_USE_LEGACY_KERAS"),
-    ],
-)
-def test_keras_that_would_not_average(here, changes, remedy):
-    stages = {**here.training.stages, "keras": {**here.training["keras"], **changes}}
-    found = software_checks.keras(dataclasses.replace(here, training=dataclasses.replace(here.training, stages=stages)))
-    assert found.status == "problem"
-    assert remedy in found.remedy
+    ):
+        found = software_checks.keras(with_stages(here, keras=changes))
+        assert found.status == "problem" and remedy in found.remedy, changes
+
+
+# --- report -----------------------------------------------------------------------------------------------
+
+
+def test_a_check_that_fails_is_itself_a_finding(here, monkeypatch):
+    monkeypatch.delenv("HVDKIT_DEBUG", raising=False)
+
+    def broken_check(known: facts.Facts) -> Finding:
+        raise OSError("no such device")
+
+    found = examine._run_check(broken_check, here)
+    assert (found.name, found.status) == ("broken-check", "warning")
+    assert "OSError: no such device" in found.what
+
+
+def test_a_problem_needs_a_remedy():
+    with pytest.raises(ValueError, match="no remedy"):
+        Finding("x", "problem", "broken")
+
+
+def test_text_marks_and_remedies():
+    stream = io.StringIO()
+    findings = [Finding("a", "ok", "[1] fine"), Finding("b", "problem", "broken", "pip install x[y]")]
+    report.print_text(findings, stream)
+    shown = re.sub(r" +\n", "\n", stream.getvalue())
+    assert shown == (
+        "ok   a [1] fine\nFAIL b broken\n       -> pip install x[y]\nTraining cannot start: 1 problem, 0 warnings.\n"
+    )
+    assert report.exit_code(findings) == 1
+    assert report.exit_code(findings[:1]) == 0
+
+
+def test_a_command_that_does_not_exist_is_an_outcome():
+    outcome = subprocesses.run(["/nonexistent/mpirun"], timeout=WAIT)
+    assert outcome.code == 127
+    assert "/nonexistent/mpirun" in outcome.stderr

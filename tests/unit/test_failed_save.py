@@ -1,9 +1,10 @@
-"""One rank fails to write while another is still writing: the failed rank is named, and no file is left."""
+"""Saves of ranks in one process: a rank that fails is named, and saves behind the training give way to it."""
 
 from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -55,3 +56,31 @@ def test_the_rank_that_failed_is_named_and_not_one_that_was_still_writing(tmp_pa
     for text in told:
         assert f"not saved, rank {FULL} failed: " in text and "No space left on device" in text
     assert not [*tmp_path.iterdir()]
+
+
+def test_the_chief_may_take_the_last_report_at_once(tmp_path, monkeypatch):
+    """Once the report exists, the folder may be renamed while the rank that wrote it has not returned yet."""
+    replace = Path.replace
+
+    def taken(self, target):
+        replace(self, target)
+        target.parent.rename(tmp_path / "step-1")
+
+    monkeypatch.setattr(Path, "replace", taken)
+    save = Save(tmp_path / "step-1", Snapshot(), step=1, rank=1, size=2, token="token").start()
+    assert save.wait(WAIT) and save.error is None
+    assert (tmp_path / "step-1" / "rank-00001.json").exists()
+
+
+def test_a_save_behind_the_training_gives_way_to_it(tmp_path):
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    own, seen = priority(), []
+    for background in (True, False):
+        options = {"step": 1, "rank": 0, "size": 1, "token": "token", "background": background}
+        save = Save(
+            tmp_path / f"step-{int(background)}", Snapshot(), **options, after_commit=lambda: seen.append(priority())
+        )
+        assert save.start().wait(WAIT)
+    assert seen == [min(own + 10, 19), own] and priority() == own

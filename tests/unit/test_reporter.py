@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import hvdkit
+from hvdkit.cluster import logs, tensorflow_loading
+from hvdkit.watchdog.uncaught import cause_of
 
 PACKAGE = f"""
 import sys, types
@@ -112,3 +114,27 @@ def test_a_sentinel_loads_only_what_it_needs():
     script = f"import hvdkit.watchdog.watching\nprint({unwanted} & {{name.split('.')[-1] for name in sys.modules}})"
     done = subprocess.run([sys.executable, "-IS", "-c", PACKAGE + script], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+CAUSES = {
+    "Graph execution error:\n\nDetected at node a\n  File x\n\nMPI failed.\n\t [[{{node a.1}}]] [Op:f]": "MPI failed.",
+    "Graph execution error:\n\nDetected at node a\n<no stack>\nDataError: a.csv has changed\n"
+    'Traceback (most recent call last):\n\n  File "x"\n    values = next(it)\n\n'
+    "\t [[{{node PyFunc}}]]\n\t [[IteratorGetNext]] [Op:f]": "DataError: a.csv has changed",
+    "the disk is full\nby 3 bytes": "the disk is full",
+    "Graph execution error:": "Graph execution error:",
+    "": "no message",
+}
+
+
+def test_the_cause_is_the_line_that_says_most():
+    assert {message: cause_of(RuntimeError(message)) for message in CAUSES} == CAUSES
+
+
+def test_loading_and_reporting_need_no_standard_error(monkeypatch):
+    """Python sets sys.stderr to None if file descriptor 2 is closed when it starts."""
+    monkeypatch.setattr(sys, "stderr", None)
+    entered = []
+    with tensorflow_loading._filtered_stderr():
+        entered.append(logs.write_line("the thread that writes this has to end the job next"))
+    assert entered == [None]  # neither raised

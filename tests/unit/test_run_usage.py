@@ -1,0 +1,40 @@
+"""``hvdkit run`` where it starts nothing: wrong usage, and dry runs."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from hvdkit.commands.cli import main
+
+WRONG = (
+    (["-np", "2", "--"], "program: got none"),
+    (["-np", "2", "--", "no-such-program"], "program: got no-such-program"),
+    (["-np", "2", "--", "train.py"], "write: -- python train.py"),
+    (["--", "python"], "-np: got none"),
+    (["-np", "3", "-H", "localhost:2", "--", "python"], "-np: got 3, expected at most 2 ranks (localhost:2)"),
+    (["-np", "2", "-H", "no-such-host.invalid:2", "--", "python"], "no-such-host.invalid: its name is unknown"),
+    (["-np", "2", "--hostfile", "none", "--", "python"], "--hostfile: got none (No such file or directory)"),
+    (["-H", "localhost:2", "--min-np", "3", "--", "python"], "--min-np: got 3"),
+    (["-np", "2", "--slurm", "--", "python"], "--slurm: got no SLURM_JOB_NODELIST"),
+    (["-np", "2", "--env", "NOT_SET_ANYWHERE", "--", "python"], "--env: got NOT_SET_ANYWHERE"),
+    (["-np", "2", "--logs", "/dev/null/x", "--", "python"], "--logs: got /dev/null/x"),
+)
+
+
+def test_wrong_usage_is_told_before_anything_starts(capsys, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    for arguments, words in WRONG:
+        assert main(["run", *arguments]) == 2, arguments
+        assert words in capsys.readouterr().err, arguments
+
+
+def test_a_dry_run_starts_nothing(capsys, monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "s3cret")
+    assert main(["run", "-np", "2", "--dry-run", "--engine", "mpirun", "--env", "MY_TOKEN", "--", "python", "a b"]) == 0
+    shown = capsys.readouterr().out
+    assert "mpirun -np 2 " in shown and "-x MY_TOKEN" in shown and shown.endswith("python 'a b'\n")
+    assert "s3cret" not in shown
+    assert main(["run", "-np", "2", "--dry-run", "--engine", "gloo", "--", "python", "train.py"]) == 0
+    assert re.fullmatch(r"\S*horovodrun --gloo -np 2 python train\.py\n", capsys.readouterr().out)
