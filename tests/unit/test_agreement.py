@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from helpers.cases import case
 
 from hvdkit.cluster.agreement import agree, compare, find_outlier, gather
 from hvdkit.errors import CheckpointError, ClusterError, CollectiveMismatchError, CorruptCheckpointError
@@ -54,32 +55,34 @@ def same(outcomes, kind):
     return message
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_equal_values_come_back_in_rank_order(size):
-    outcomes = everywhere(size, lambda exchange, index: agree(exchange, lambda: [1, 2], "units", "pass one"))
-    assert outcomes == [[[1, 2]] * size] * size
-    assert (
-        everywhere(size, lambda exchange, index: gather(exchange, "index", lambda: index)) == [list(range(size))] * size
-    )
+def test_equal_values_come_back_in_rank_order():
+    for size in (1, 2, 3, 4):
+        agreed = everywhere(size, lambda exchange, index: agree(exchange, lambda: [1, 2], "units", "pass one"))
+        assert agreed == [[[1, 2]] * size] * size
+        gathered = everywhere(size, lambda exchange, index: gather(exchange, "index", lambda: index))
+        assert gathered == [list(range(size))] * size
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ("ab", "got 'b' on rank 1, expected 'a', as on rank 0;"),
-        ("baa", "got 'b' on rank 0, expected 'a', as on rank 1 and 1 other;"),
-        ("abaa", "got 'b' on rank 1, expected 'a', as on rank 0 and 2 others;"),
-        ("abac", "got 'b' on rank 1 (rank 3 also differs), expected 'a', as on rank 0 and 1 other;"),
-        ("aabb", "got 'b' on rank 2 (rank 3 also differs), expected 'a', as on rank 0 and 1 other;"),
-        ("cabdbb", "got 'a' on rank 1 (ranks 2, 3, 4, 5 also differ), expected 'c', as on rank 0;"),
-        ("bbabab", "got 'a' on rank 2 (rank 4 also differs), expected 'b', as on rank 0 and 3 others;"),
-    ],
-)
-def test_all_ranks_name_the_lowest_that_differs_from_most(values, words):
-    outcomes = everywhere(
-        len(values), lambda exchange, index: agree(exchange, lambda: values[index], "units", "pass one")
-    )
-    assert f"units: {words}" in same(outcomes, CollectiveMismatchError) and "; pass one" in str(outcomes[0])
+OUTLIERS = {
+    "ab": "got 'b' on rank 1, expected 'a', as on rank 0;",
+    "baa": "got 'b' on rank 0, expected 'a', as on rank 1 and 1 other;",
+    "abaa": "got 'b' on rank 1, expected 'a', as on rank 0 and 2 others;",
+    "abac": "got 'b' on rank 1 (rank 3 also differs), expected 'a', as on rank 0 and 1 other;",
+    "aabb": "got 'b' on rank 2 (rank 3 also differs), expected 'a', as on rank 0 and 1 other;",
+    "cabdbb": "got 'a' on rank 1 (ranks 2, 3, 4, 5 also differ), expected 'c', as on rank 0;",
+    "bbabab": "got 'a' on rank 2 (rank 4 also differs), expected 'b', as on rank 0 and 3 others;",
+}
+
+
+def test_all_ranks_name_the_lowest_that_differs_from_most():
+    for values, words in OUTLIERS.items():
+
+        def call(exchange, index, values=values):
+            return agree(exchange, lambda: values[index], "units", "pass one")
+
+        with case(values=values):
+            message = same(everywhere(len(values), call), CollectiveMismatchError)
+            assert f"units: {words}" in message and "; pass one" in message
 
 
 def test_ranks_of_a_group_are_named_by_their_numbers_in_the_world():
@@ -109,31 +112,34 @@ def test_nan_equals_itself_and_arrays_are_compared_whole():
     assert find_outlier([np.ones(2), np.ones(2), np.zeros(2)]) == (2, 0)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize(
-    ("problem", "error", "raised"),
-    [
-        (ValueError("bad"), ClusterError, ClusterError),
-        (CheckpointError("bad"), CheckpointError, CheckpointError),
-        (CorruptCheckpointError("bad"), CheckpointError, CorruptCheckpointError),
-        (type("Own", (CorruptCheckpointError,), {})("bad"), CheckpointError, CorruptCheckpointError),
-    ],
-)
-def test_a_problem_is_raised_as_it_is_there_and_named_on_all_others(size, problem, error, raised):
-    bad = size // 2
+OWN = type("Own", (CorruptCheckpointError,), {})
+# The number of ranks, a rank's problem, the error class of the exchange, and the class that other ranks raise.
+PROBLEMS = [
+    (1, ValueError("bad"), ClusterError, ClusterError),
+    (2, ValueError("bad"), ClusterError, ClusterError),
+    (3, CheckpointError("bad"), CheckpointError, CheckpointError),
+    (4, CorruptCheckpointError("bad"), CheckpointError, CorruptCheckpointError),
+    (2, OWN("bad"), CheckpointError, CorruptCheckpointError),
+]
 
-    def value(index):
-        if index == bad:
-            raise problem
 
-    def call(exchange, index):
-        return gather(exchange, "saving", lambda: value(index), error=error)
+def test_a_problem_is_raised_as_it_is_there_and_named_on_all_others():
+    for size, problem, error, raised in PROBLEMS:
+        bad = size // 2
 
-    for ranks in (range(size), range(3, 3 + size)):  # all ranks, or a group
-        outcomes = everywhere(size, call, ranks)
-        assert outcomes.pop(bad) is problem
-        if outcomes:
-            assert same(outcomes, raised) == f"saving: rank {ranks[bad]} raised {type(problem).__name__}: bad"
+        def call(exchange, index, bad=bad, problem=problem, error=error):
+            def value():
+                if index == bad:
+                    raise problem
+
+            return gather(exchange, "saving", value, error=error)
+
+        for ranks in (range(size), range(3, 3 + size)):  # all ranks, or a group
+            outcomes = everywhere(size, call, ranks)
+            with case(size=size, problem=problem, ranks=ranks):
+                assert outcomes.pop(bad) is problem
+                if outcomes:
+                    assert same(outcomes, raised) == f"saving: rank {ranks[bad]} raised {type(problem).__name__}: bad"
 
 
 def test_of_several_problems_the_lowest_rank_s_is_named():
@@ -152,15 +158,16 @@ def test_a_value_that_cannot_be_pickled_is_a_problem():
     assert "saving: rank 0 raised " in str(outcomes[1])
 
 
-@pytest.mark.parametrize("other", [b"", pickle.dumps((1, 2)), pickle.dumps((1, 2, 3)), b"no pickle"])
-def test_a_rank_in_another_exchange_is_named(other):
-    def call(exchange, index):
-        if index == 1:
-            exchange.allgather_bytes(other, "another")
-            return None
-        return gather(exchange, "saving", lambda: None)
+def test_a_rank_in_another_exchange_is_named():
+    for other in (b"", pickle.dumps((1, 2)), pickle.dumps((1, 2, 3)), b"no pickle"):
 
-    outcomes = everywhere(3, call)
-    assert "got another exchange on rank 1, expected saving, as on rank 0" in str(outcomes[0])
+        def call(exchange, index, other=other):
+            if index == 1:
+                exchange.allgather_bytes(other, "another")
+                return None
+            return gather(exchange, "saving", lambda: None)
+
+        outcomes = everywhere(3, call)
+        assert "got another exchange on rank 1, expected saving, as on rank 0" in str(outcomes[0]), other
     calls = everywhere(3, lambda exchange, index: gather(exchange, "restoring" if index == 0 else "saving", str))
     assert "got restoring on rank 0, expected saving, as on rank 1 and 1 other" in same(calls, CollectiveMismatchError)

@@ -6,6 +6,7 @@ import socket
 import threading
 
 import pytest
+from helpers.cases import case
 
 import hvdkit as hk
 from hvdkit.watchdog.channel import receive_now
@@ -50,7 +51,8 @@ def test_busy_is_reported_without_a_world_nested_and_in_any_thread(sentinel):
     assert [receive_now(sentinel) for _ in range(8)] == [Busy(reason=one) for one in [*said, "failing", None]]
 
 
-@pytest.mark.parametrize(("reason", "kind"), [(None, TypeError), (3, TypeError), ("", ValueError), (" \n", ValueError)])
-def test_busy_wants_a_reason(reason, kind):
-    with pytest.raises(kind, match=r"reason: got .*, expected a non-empty string; describe what .* does: hk\.busy"):
-        hk.busy(reason)
+def test_busy_wants_a_reason():
+    words = r"reason: got .*, expected a non-empty string; describe what .* does: hk\.busy"
+    for reason, kind in ((None, TypeError), (3, TypeError), ("", ValueError), (" \n", ValueError)):
+        with case(reason=reason), pytest.raises(kind, match=words):
+            hk.busy(reason)

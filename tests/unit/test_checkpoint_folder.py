@@ -6,12 +6,14 @@ import errno
 import json
 import resource
 import shutil
+from itertools import product
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 import xxhash
+from helpers.cases import case
 from helpers.faults import flip, limited
 
 import hvdkit as hk
@@ -165,47 +167,44 @@ def edited(path: Path, change) -> None:
     (path / "manifest.json").write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("text", ["[" * 200_000, '{"format":' * 200_000, '{"values": ' + "[" * 100_000])
-def test_a_deeply_nested_manifest_is_damaged(tmp_path, text):
-    save(tmp_path / step_name(20))
-    (save(tmp_path / step_name(30)) / "manifest.json").write_text(text)
-    with pytest.raises(hk.CorruptCheckpointError, match=r"manifest\.json: is damaged"):
-        hk.checkpoint.inspect(tmp_path / step_name(30))
-    assert hk.checkpoint.latest(tmp_path) == tmp_path / step_name(20)
-
-
-@pytest.mark.parametrize("name", ["../step-000000020/replicated.safetensors", "/etc/passwd", "..", "", "a/b"])
-@pytest.mark.parametrize("place", ["files", "parts"])
-def test_a_manifest_names_files_of_its_own_folder_only(tmp_path, name, place):
+def test_a_deeply_nested_manifest_is_damaged(tmp_path):
     save(tmp_path / step_name(20))
     path = save(tmp_path / step_name(30))
+    for text in ("[" * 200_000, '{"format":' * 200_000, '{"values": ' + "[" * 100_000):
+        (path / "manifest.json").write_text(text)
+        with case(text=text[:20]), pytest.raises(hk.CorruptCheckpointError, match=r"manifest\.json: is damaged"):
+            hk.checkpoint.inspect(path)
+        assert hk.checkpoint.latest(tmp_path) == tmp_path / step_name(20)
+
+
+def test_a_manifest_names_files_of_its_own_folder_only(tmp_path):
+    save(tmp_path / step_name(20))
+    path = save(tmp_path / step_name(30))
+    whole = (path / "manifest.json").read_text()
 
     def change(content):
         if place == "files":
             content["files"][name] = content["files"].pop("replicated.safetensors")
         content["variables"]["w"]["parts"][0]["file"] = name
 
-    edited(path, change)
-    with pytest.raises(hk.CorruptCheckpointError, match="which is not in this folder"):
-        Manifest.load(path)
-    assert hk.checkpoint.latest(tmp_path) == tmp_path / step_name(20)
+    names = ["../step-000000020/replicated.safetensors", "/etc/passwd", "..", "", "a/b"]
+    for name, place in product(names, ["files", "parts"]):
+        (path / "manifest.json").write_text(whole)
+        edited(path, change)
+        with case(name=name, place=place):
+            with pytest.raises(hk.CorruptCheckpointError, match="which is not in this folder"):
+                Manifest.load(path)
+            assert hk.checkpoint.latest(tmp_path) == tmp_path / step_name(20)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda content: content.update(size=0),
-        lambda content: content.update(step="20"),
-        lambda content: content.update(size=True),
-        lambda content: content.update(variables=[]),
-        lambda content: content["variables"].update(w=None),
-    ],
-)
-def test_a_manifest_of_nonsense_is_damaged(tmp_path, change):
+def test_a_manifest_of_nonsense_is_damaged(tmp_path):
     path = save(tmp_path / step_name(20))
-    edited(path, change)
-    with pytest.raises(hk.CorruptCheckpointError):
-        Manifest.load(path)
+    whole = (path / "manifest.json").read_text()
+    for wrong in ({"size": 0}, {"step": "20"}, {"size": True}, {"variables": []}, {"variables": {"w": None}}):
+        (path / "manifest.json").write_text(whole)
+        edited(path, lambda content: content.update(wrong))  # noqa: B023
+        with case(wrong=wrong), pytest.raises(hk.CorruptCheckpointError):
+            Manifest.load(path)
 
 
 def test_a_checkpoint_of_the_first_format_is_read(tmp_path):
@@ -255,39 +254,43 @@ def test_more_shards_than_a_process_may_open_files(tmp_path, few_files):
     assert hk.checkpoint.inspect(path).rank_values["random/python"][-1] == [size - 1, 5]
 
 
-@pytest.mark.parametrize("rule", ["mod", "div"])
-def test_parts_of_thousands_of_ranks_are_compared_without_looking_at_each_pair(rule):
+def saved_table(index, rows, rule):
+    """Return a table of ``rows`` rows with a shard for each of ``index``, as a manifest has it."""
+    parts = [{"file": f"shard-{r}", "checksum": "", "index": i} for r, i in enumerate(index)]
+    content = {"kind": "sharded", "shape": [rows, 8], "dtype": "float32", "partition": rule, "parts": parts}
+    plain = {"step": 1, "size": len(index), "values": {}, "rank_values": [], "created": "", "versions": {}}
+    manifest = Manifest._from_json({"format_version": 2, "variables": {"t": content}, "files": {}, **plain}, "")
+    return manifest.variables["t"]
+
+
+def test_parts_of_thousands_of_ranks_are_compared_without_looking_at_each_pair():
     size, rows = 4096, 100_003
-    index = [[[r.start, r.stop, r.step], [0, 8, 1]] for r in (rows_of(rule, rows, rank, size) for rank in range(size))]
-
-    def saved(index):
-        parts = [{"file": f"shard-{r}", "checksum": "", "index": i} for r, i in enumerate(index)]
-        content = {"kind": "sharded", "shape": [rows, 8], "dtype": "float32", "partition": rule, "parts": parts}
-        plain = {"step": 1, "size": size, "values": {}, "rank_values": [], "created": "", "versions": {}}
-        manifest = Manifest._from_json({"format_version": 2, "variables": {"t": content}, "files": {}, **plain}, "")
-        return manifest.variables["t"]
-
-    assert coverage_problem(saved(index)) is None
-    assert "is not covered" in coverage_problem(saved(index[:-1]))
-    twice = [*index[:-1], index[7]]
-    assert "has elements in shard-7 and again in shard-4095" in coverage_problem(saved(twice))
+    for rule in ("mod", "div"):
+        owned = [rows_of(rule, rows, rank, size) for rank in range(size)]
+        index = [[[r.start, r.stop, r.step], [0, 8, 1]] for r in owned]
+        with case(rule=rule):
+            assert coverage_problem(saved_table(index, rows, rule)) is None
+            assert "is not covered" in coverage_problem(saved_table(index[:-1], rows, rule))
+            twice = saved_table([*index[:-1], index[7]], rows, rule)
+            assert "has elements in shard-7 and again in shard-4095" in coverage_problem(twice)
 
 
 # --- values that are not finite
 
 
-@pytest.mark.parametrize(
-    "dtype", [np.float16, np.float32, np.float64, ml_dtypes.bfloat16, np.complex64, ml_dtypes.float8_e5m2]
-)
-@pytest.mark.parametrize(("value", "shown"), [(np.nan, "nan"), (np.inf, "inf"), (-np.inf, "inf"), (-2.0, None)])
-def test_values_that_are_not_finite_are_found(dtype, value, shown):
-    block = np.linspace(-4, 4, 1000).reshape(100, 10).astype(dtype)
-    block[-1, -1] = value
-    assert not_allowed(block, "finite") == shown
-    assert not_allowed(block, "infinite") == (shown if shown == "nan" else None)
-    assert not_allowed(block, "any") is None
-    assert not_allowed(-block, "finite") == shown
-    assert not_allowed(block[:0], "finite") is None
+FLOATS = (np.float16, np.float32, np.float64, ml_dtypes.bfloat16, np.complex64, ml_dtypes.float8_e5m2)
+
+
+def test_values_that_are_not_finite_are_found():
+    for dtype, value in product(FLOATS, (np.nan, np.inf, -np.inf, -2.0)):
+        shown = {"nan": "nan", "-2.0": None}.get(str(value), "inf")
+        block = np.linspace(-4, 4, 1000).reshape(100, 10).astype(dtype)
+        block[-1, -1] = value
+        with case(dtype=dtype, value=value):
+            assert not_allowed(block, "finite") == not_allowed(-block, "finite") == shown
+            assert not_allowed(block, "infinite") == (shown if shown == "nan" else None)
+            assert not_allowed(block, "any") is None
+            assert not_allowed(block[:0], "finite") is None
 
 
 def test_the_largest_numbers_are_finite():

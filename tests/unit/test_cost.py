@@ -7,6 +7,7 @@ import itertools
 import json
 
 import pytest
+from helpers.cases import case
 
 from hvdkit.cluster import settings
 from hvdkit.cluster.tuned import read_settings
@@ -68,13 +69,14 @@ def test_buckets_hide_what_passes_while_the_rank_computes():
     assert step_cost(rows, 4, fast, bucket_bytes=8_000_000).total > apart.total
 
 
-@pytest.mark.parametrize("limit", [1, 8, 30, 10**9])
-def test_every_gradient_travels_once(limit):
-    nbytes = [3, 9, 1, 20, 5, 5, 40]
-    cut = buckets(nbytes, limit)
-    assert list(itertools.chain(*cut)) == list(reversed(range(7)))
-    assert all(sum(nbytes[i] for i in bucket) >= limit for bucket in cut) or len(cut) == 1
-    assert buckets([], limit) == []
+def test_every_gradient_travels_once():
+    for limit in (1, 8, 30, 10**9):
+        with case(limit=limit):
+            nbytes = [3, 9, 1, 20, 5, 5, 40]
+            cut = buckets(nbytes, limit)
+            assert list(itertools.chain(*cut)) == list(reversed(range(7)))
+            assert all(sum(nbytes[i] for i in bucket) >= limit for bucket in cut) or len(cut) == 1
+            assert buckets([], limit) == []
 
 
 def test_scaling_from_a_file(tmp_path, capsys):
@@ -90,9 +92,8 @@ def test_scaling_from_a_file(tmp_path, capsys):
     assert "30.0 MB of gradients" in shown and "link: 25.00 Gbit/s" in shown
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_what_cannot_be_planned(tmp_path, capsys):
+    for arguments, words in (
         ([], "--tables, --measured: got neither"),
         (["--tables", "a:3x2", "--measured", "FILE"], "--tables, --measured: got both"),
         (["--tables", "a:3x2", "--ranks", "2..4"], "--ranks: got 2..4"),
@@ -102,18 +103,17 @@ def test_scaling_from_a_file(tmp_path, capsys):
         (["--measured", "nowhere.json"], "No such file"),
         (["--measured", "OTHER"], "is not such a file"),
         (["--measured", "PART"], "lacks a part"),
-    ],
-)
-def test_what_cannot_be_planned(arguments, words, tmp_path, capsys):
-    files = {
-        "FILE": MEASURED.save,
-        "OTHER": lambda p: p.write_text("{}"),
-        "PART": lambda p: p.write_text('{"format": 1}'),
-    }
-    for name, make in files.items():
-        make(tmp_path / name)
-    assert main(["plan", *(str(tmp_path / a) if a in files else a for a in arguments)]) == 2
-    assert words in capsys.readouterr().err
+    ):
+        with case(arguments=arguments, words=words):
+            files = {
+                "FILE": MEASURED.save,
+                "OTHER": lambda p: p.write_text("{}"),
+                "PART": lambda p: p.write_text('{"format": 1}'),
+            }
+            for name, make in files.items():
+                make(tmp_path / name)
+            assert main(["plan", *(str(tmp_path / a) if a in files else a for a in arguments)]) == 2
+            assert words in capsys.readouterr().err
 
 
 def test_tuned_settings_yield_to_the_environment(tmp_path, monkeypatch):
@@ -128,9 +128,9 @@ def test_tuned_settings_yield_to_the_environment(tmp_path, monkeypatch):
     assert settings.bucket_bytes() == 77
 
 
-@pytest.mark.parametrize("settings", [None, {"PATH": "/tmp"}, {"HOROVOD_CYCLE_TIME": 1}])
-def test_a_file_sets_nothing_else(settings, tmp_path):
+def test_a_file_sets_nothing_else(tmp_path):
     file = tmp_path / "tuned.json"
-    file.write_text(json.dumps({"format": 1, "settings": settings}))
-    with pytest.raises(ValueError, match=r"tuned file: got .*tuned\.json, which"):
-        read_settings(file)
+    for wrong in (None, {"PATH": "/tmp"}, {"HOROVOD_CYCLE_TIME": 1}):
+        file.write_text(json.dumps({"format": 1, "settings": wrong}))
+        with case(settings=wrong), pytest.raises(ValueError, match=r"tuned file: got .*tuned\.json, which"):
+            read_settings(file)

@@ -60,6 +60,8 @@ def test_the_order_does_not_depend_on_the_number_of_ranks(files, batch_size, opt
     for epoch in np.split(whole, epochs):
         seen = epoch[epoch[..., 1] == 1][:, 0].tolist()
         assert len(set(seen)) == len(seen) == (EXAMPLES if remainder == "pad" else EXAMPLES // batch_size * batch_size)
+        if options.get("shuffle") is None and options["shuffle_seed"] is None:
+            assert seen == list(range(len(seen)))
     first, second = data.draw(st.permutations([2, 3, 4]))[:2]
     stop = data.draw(st.integers(0, len(whole) - 1))
     before = ranks_of(source, batch_size, first, options, epochs)

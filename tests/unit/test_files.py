@@ -1,4 +1,4 @@
-"""Files as sources: every format gives the same rows in the same order, at any number of ranks."""
+"""Files as sources: every format gives the same rows. Their order at any number of ranks: test_file_orders.py."""
 
 import copy
 import itertools
@@ -50,50 +50,15 @@ def files(request, tmp_path_factory):
     return read(write_all(tmp_path_factory.mktemp("files") / request.param, write)), check
 
 
-def order_of(files, size, batch_size=48, epochs=1, **options):
-    """Return the examples of the global batches, int64 ``[steps, batch]``, and the masks."""
+def shuffled_order(files):
+    """Return the examples of the global batches of a full shuffle, int64 ``[steps, batch]``."""
     source, check = files
-    ranks = [GlobalBatches(source, batch_size, rank=r, size=size, epochs=epochs, **options) for r in range(size)]
-    steps = [np.concatenate([check(batch) for batch in batches]) for batches in zip(*ranks, strict=True)]
-    return np.stack(steps)
-
-
-# One format in every order, the others in one each: all of them are read fully shuffled below.
-ORDERS = [("parquet", mode) for mode in MODES]
-ORDERS += [
-    ("tfrecord", "blocks"),
-    ("array_record", "full"),
-    ("delimited", "lanes"),
-    ("criteo", "blocks"),
-    ("npy", "lanes"),
-]
-
-
-@pytest.mark.parametrize(("files", "mode"), ORDERS, indirect=["files"])
-def test_the_global_order_is_the_same_and_continues_at_any_number_of_ranks(files, mode):
-    source, check = files
-    whole = order_of(files, 1, epochs=2, **MODES[mode])
-    for size in (2, 3, 4):
-        np.testing.assert_array_equal(order_of(files, size, epochs=2, **MODES[mode]), whole)
-    epochs = whole.reshape(2, -1)[:, :EXAMPLES]
-    for epoch in epochs:
-        assert sorted(epoch) == list(range(EXAMPLES))
-    assert (epochs[0] == range(EXAMPLES)).all() == (mode == "in order")
-    assert (epochs[0] == epochs[1]).all() == (mode in ("in order", "lanes"))
-    for stop, size in ((5, 3), (len(whole) // 2 + 2, 2)):
-        first = GlobalBatches(source, 48, rank=0, size=4, epochs=2, **MODES[mode])
-        for _ in range(stop):
-            next(first)
-        ranks = [GlobalBatches(source, 48, rank=r, size=size, epochs=2, **MODES[mode]) for r in range(size)]
-        for each in ranks:
-            each.restore(first.state)
-        rest = [np.concatenate([check(batch) for batch in batches]) for batches in zip(*ranks, strict=True)]
-        np.testing.assert_array_equal(np.stack(rest), whole[stop:])
+    return np.stack([check(batch) for batch in GlobalBatches(source, 48, shuffle_seed=3, epochs=1, rank=0, size=1)])
 
 
 def test_a_full_shuffle_of_few_examples_is_that_of_arrays(files):
     arrays = GlobalBatches(np.arange(EXAMPLES), 48, shuffle_seed=3, epochs=1, rank=0, size=1)
-    np.testing.assert_array_equal(order_of(files, 1, shuffle_seed=3), np.stack([*arrays]))
+    np.testing.assert_array_equal(shuffled_order(files), np.stack([*arrays]))
 
 
 def test_a_state_of_other_files_is_refused(files, tmp_path):
@@ -109,57 +74,48 @@ def test_a_state_of_other_files_is_refused(files, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tfrecord", "delimited", "npy"])
-@pytest.mark.parametrize("mode", ["in order", "blocks"])
-def test_a_rank_reads_its_part_only(tmp_path, name, mode, monkeypatch):
+def test_a_rank_reads_its_part_only(tmp_path, name, monkeypatch):
     write, read, check = FORMATS[name]
-    folder = tmp_path / name
-    folder.mkdir()
-    write(folder / "part", range(40_000))
+    write(tmp_path / "part", range(40_000))
     monkeypatch.setattr("hvdkit.data.files.records.BLOCK_BYTES", 2**14)
-    source = read(folder)
-    size = sum(path.stat().st_size for path in folder.iterdir() if not path.name.startswith("."))
-    for ranks in (1, 2, 4):
+    source = read(tmp_path)
+    size = sum(path.stat().st_size for path in tmp_path.iterdir() if not path.name.startswith("."))
+    for mode, ranks in itertools.product(["in order", "blocks"], [1, 2, 4]):
         before = read_bytes()
         batches = GlobalBatches(source, 1024, rank=0, size=ranks, epochs=1, remainder="drop", **MODES[mode])
-        assert sum(len(check(batch)) for batch in batches) == 39 * 1024 // ranks
-        if name != "npy":  # mapped pages are not counted
-            assert read_bytes() - before < 1.1 * size / ranks + 2**16
+        with case(mode=mode, ranks=ranks):
+            assert sum(len(check(batch)) for batch in batches) == 39 * 1024 // ranks
+            if name != "npy":  # mapped pages are not counted
+                assert read_bytes() - before < 1.1 * size / ranks + 2**16
 
 
 def read_bytes():
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "size", "text"),
-    [
-        ("parquet", {"shuffle_seed": 1}, 1, "about 100 times its part of the files; pass shuffle='blocks'"),
-        ("parquet", {}, 4, "about 4 times its part of the files; pass shuffle='blocks'"),
-        (
-            "parquet",
-            {"shuffle": "blocks", "interleave": 4},
-            6,
-            "about 3 times its part of the files; pass interleave=6",
-        ),
-        (
-            "parquet",
-            {"shuffle": "blocks", "interleave": 7, "global_batch_size": 7},
-            5,
-            "about 2.14 times its part of the files; pass interleave=5",  # 10 would be more than a batch has
-        ),
-        ("parquet", {"shuffle": "blocks"}, 4, ""),
-        ("parquet", {}, 1, ""),
-        ("npy", {"shuffle_seed": 1}, 4, ""),
-    ],
-)
-def test_reading_much_more_than_a_part_is_a_warning(tmp_path, caplog, monkeypatch, name, options, size, text):
+BLOCKS = {"shuffle": "blocks"}
+WARNINGS = (
+    ("parquet", {"shuffle_seed": 1}, 1, "about 100 times its part of the files; pass shuffle='blocks'"),
+    ("parquet", {}, 4, "about 4 times its part of the files; pass shuffle='blocks'"),
+    ("parquet", BLOCKS | {"interleave": 4}, 6, "about 3 times its part of the files; pass interleave=6"),
+    # A multiple of 7 and 5 would be more than a batch has.
+    ("parquet", BLOCKS | {"interleave": 7, "global_batch_size": 7}, 5, "about 2.14 times its part of the files; pass"
+     " interleave=5"),
+    ("parquet", BLOCKS, 4, ""),
+    ("parquet", {}, 1, ""),
+    ("npy", {"shuffle_seed": 1}, 4, ""),
+)  # fmt: skip
+
+
+def test_reading_much_more_than_a_part_is_a_warning(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(source, "_SMALL_BYTES", 1)
-    write, read, _ = FORMATS[name]
-    write(tmp_path / "a", range(1000))
-    if name == "parquet":
-        pq.write_table(pa.table({"id": np.arange(1000)}), tmp_path / "a.parquet", row_group_size=100)
-    GlobalBatches(read(tmp_path), **{"global_batch_size": 32, **options}, rank=0, size=size)
-    assert text in caplog.text and bool(text) == bool(caplog.text)
+    pq.write_table(pa.table({"id": np.arange(1000)}), tmp_path / "a.parquet", row_group_size=100)
+    write_npy(tmp_path / "a.npy", range(1000))
+    for name, options, size, text in WARNINGS:
+        caplog.clear()
+        data = FORMATS[name][1](tmp_path / f"a.{name}")
+        GlobalBatches(data, **{"global_batch_size": 32, **options}, rank=0, size=size)
+        assert text in caplog.text and bool(text) == bool(caplog.text), (name, options, size)
 
 
 def test_mapped_batches(files):
@@ -168,7 +124,7 @@ def test_mapped_batches(files):
         lambda pair: (pair[0] * 2, pair[1])
     )
     batches = [*GlobalBatches(pairs, 48, shuffle_seed=3, epochs=1, rank=0, size=1)]
-    np.testing.assert_array_equal(np.stack([x for x, _ in batches]), 2 * order_of(files, 1, shuffle_seed=3))
+    np.testing.assert_array_equal(np.stack([x for x, _ in batches]), 2 * shuffled_order(files))
     dataset = GlobalBatches(pairs, 48, rank=1, size=2, remainder="drop").as_keras()
     assert [tuple(spec.shape) for spec in dataset.element_spec] == [(24,)] * 3
     np.testing.assert_array_equal(next(iter(dataset))[0], 2 * np.arange(24, 48))
@@ -184,14 +140,15 @@ def of_lists(tmp_path, **options):
     return hk.data.parquet(tmp_path / "a.parquet", **options)
 
 
-@pytest.mark.parametrize("remainder", ["pad", "drop"])
-def test_maps_may_return_any_structure_of_tensors(tmp_path, remainder):
+def test_maps_may_return_any_structure_of_tensors(tmp_path):
     source = of_lists(tmp_path)
     pairs = source.map(lambda batch: ([batch["list"], {"s": batch["list"].to_sparse()}, batch["text"]], batch["list"]))
-    (ragged, wide, text), labels, weight = [*GlobalBatches(pairs, 4, rank=1, size=2, remainder=remainder).as_keras()][1]
-    assert ragged.to_list() == labels.to_list() == [[0, 1], [0, 1, 2]]
-    assert tf.sparse.to_dense(wide["s"]).numpy().tolist() == [[0, 1, 0], [0, 1, 2]]
-    assert text.numpy().tolist() == [b"6", b"7"] and weight.shape == [2, 1]
+    for remainder in ("pad", "drop"):
+        dataset = GlobalBatches(pairs, 4, rank=1, size=2, remainder=remainder).as_keras()
+        (ragged, wide, text), labels, weight = [*dataset][1]
+        assert ragged.to_list() == labels.to_list() == [[0, 1], [0, 1, 2]], remainder
+        assert tf.sparse.to_dense(wide["s"]).numpy().tolist() == [[0, 1, 0], [0, 1, 2]], remainder
+        assert text.numpy().tolist() == [b"6", b"7"] and weight.shape == [2, 1], remainder
 
 
 def test_batches_of_changing_width_are_named(tmp_path):
@@ -205,30 +162,20 @@ def parse_list(record):
     return tf.io.parse_single_example(record, {"list": FEATURES["list"]})
 
 
-@pytest.mark.parametrize(
-    ("parse", "error", "text"),
-    [
-        (
-            {"nope": FEATURES["id"]},
-            hk.DataError,
-            "row 0 .* cannot be parsed: .*parse: got .*Feature: nope .* is required but could not be found",
-        ),
-        (
-            {"id": FEATURES["x"]},
-            hk.DataError,
-            "row 0 .* cannot be parsed: .*parse: got .*Key: id.*Data types don't match",
-        ),
+def test_features_that_records_do_not_have_are_named(tmp_path):
+    write_tfrecord(tmp_path / "a", range(16))
+    row = "row 0 .* cannot be parsed: .*parse: got .*"
+    for parse, error, text in (
+        ({"nope": FEATURES["id"]}, hk.DataError, f"{row}Feature: nope .* is required but could not be found"),
+        ({"id": FEATURES["x"]}, hk.DataError, f"{row}Key: id.*Data types don't match"),
         (
             parse_list,
             ValueError,
-            "parse: got Cannot batch tensors with different shapes.*pass a dict with tf.io.RaggedFeature",
+            "parse: got Cannot batch tensors with different shapes.*pass a dict with tf.io.Ragged",
         ),
-    ],
-)
-def test_features_that_records_do_not_have_are_named(tmp_path, parse, error, text):
-    write_tfrecord(tmp_path / "a", range(16))
-    with pytest.raises(error, match=text):
-        read_whole(hk.data.tfrecord(tmp_path / "a", parse))
+    ):
+        with case(parse=parse), pytest.raises(error, match=text):
+            read_whole(hk.data.tfrecord(tmp_path / "a", parse))
 
 
 def test_tensors_share_the_memory_of_batches(tmp_path, monkeypatch):
@@ -269,8 +216,7 @@ def test_a_damaged_record_is_named(tmp_path):
         hk.data.tfrecord(tmp_path / "a")
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_damage_can_be_skipped(tmp_path, mode, caplog):
+def test_damage_can_be_skipped(tmp_path, caplog):
     write_tfrecord(tmp_path / "a", range(100))
     write_tfrecord(tmp_path / "b", range(100, 150))
     (tmp_path / "c").write_bytes(bytes(100))
@@ -278,14 +224,14 @@ def test_damage_can_be_skipped(tmp_path, mode, caplog):
     for record in (0, 1, 57, 98):
         damage(tmp_path / "a", int(offsets[record]) + 20)
     os.truncate(tmp_path / "b", (tmp_path / "b").stat().st_size - 5)
-    for _ in range(2):
+    kept = {*range(149)} - {0, 1, 57, 98}
+    for mode, options in MODES.items():
         source = hk.data.tfrecord(tmp_path, FEATURES, on_error="skip")
         assert source.skipped == {str(tmp_path / "a"): 4, str(tmp_path / "b"): 1, str(tmp_path / "c"): 1}
-        seen = np.concatenate([check_examples(batch) for batch in read_whole(source, remainder="drop", **MODES[mode])])
-        kept = [i for i in range(149) if i not in (0, 1, 57, 98)]
-        assert len(seen) == len(kept) // 16 * 16 and set(seen) <= set(kept) and len(set(seen)) == len(seen)
+        seen = np.concatenate([check_examples(batch) for batch in read_whole(source, remainder="drop", **options)])
+        assert len(seen) == len(kept) // 16 * 16 and {*seen} <= kept and len({*seen}) == len(seen), mode
     assert "skipped 4 record(s)" in caplog.text
-    assert caplog.text.count("b from record 49, byte ") == 2  # also if the offsets were cached
+    assert caplog.text.count("b from record 49, byte ") == len(MODES)  # also if the offsets were cached
 
 
 def test_files_and_lines_can_be_skipped(tmp_path, caplog):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import resource
 
-import pytest
 from helpers.faults import limited
 
 from hvdkit.commands import cli
@@ -138,34 +137,32 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     assert "cannot be written (No such file or directory)" in words
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (None, "No such file or directory"),
-        ("", "not a file of the flight recorder"),
-        ('{"version": 1}', "not a file of the flight recorder"),
-        ('{"version": 1, "line": "", "ended": 1.0, "size": "3", "ranks": []}', "not a file of the flight recorder"),
-        (
-            '{"version": 1, "line": "", "ended": 1.0, "size": 1, "ranks": [{"rank": 0}]}',
-            "not a file of the flight recorder",
-        ),
-        (
-            '{"version": 1, "line": "", "ended": 1.0, "size": 1, '
-            '"ranks": [{"rank": 0, "host": "a", "clock": 0.0, "records": [["a", 3]]}]}',
-            "not a file of the flight recorder",
-        ),
-        ('{"version": 9, "line": "", "ended": 1.0, "size": 1, "ranks": []}', "version 9"),
-        ('{"version": 2, "line": "", "end": 1.0, "ranks": [{"records": [[1]]}]}', "version 2"),
-        ("\x00\xff", "not a file of the flight recorder"),
-    ],
+NOT_A_FLIGHT = "not a file of the flight recorder"
+OTHER_FILES = (
+    (None, "No such file or directory"),
+    ("", NOT_A_FLIGHT),
+    ('{"version": 1}', NOT_A_FLIGHT),
+    ('{"version": 1, "line": "", "ended": 1.0, "size": "3", "ranks": []}', NOT_A_FLIGHT),
+    ('{"version": 1, "line": "", "ended": 1.0, "size": 1, "ranks": [{"rank": 0}]}', NOT_A_FLIGHT),
+    (
+        '{"version": 1, "line": "", "ended": 1.0, "size": 1, '
+        '"ranks": [{"rank": 0, "host": "a", "clock": 0.0, "records": [["a", 3]]}]}',
+        NOT_A_FLIGHT,
+    ),
+    ('{"version": 9, "line": "", "ended": 1.0, "size": 1, "ranks": []}', "version 9"),
+    ('{"version": 2, "line": "", "end": 1.0, "ranks": [{"records": [[1]]}]}', "version 2"),
+    ("\x00\xff", NOT_A_FLIGHT),
 )
-def test_other_files_are_refused(tmp_path, capsys, text, words):
+
+
+def test_other_files_are_refused(tmp_path, capsys):
     path = tmp_path / "flight.json"
-    if text is not None:
-        path.write_text(text)
-    assert cli.main(["flight", str(path)]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("hvdkit flight: FILE: got ") and words in said, said
+    for text, words in OTHER_FILES:
+        if text is not None:
+            path.write_text(text)
+        assert cli.main(["flight", str(path)]) == 2, text
+        said = capsys.readouterr().err
+        assert said.startswith("hvdkit flight: FILE: got ") and words in said, (text, said)
 
 
 def test_the_timeline_shows_who_waits_and_who_does_not():

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.cases import case
 
 import hvdkit as hk
 
@@ -25,37 +26,40 @@ def ids_of(batches):
     return [i for batch in batches.one_epoch() for i, real in zip(batch.tolist(), batches.mask, strict=True) if real]
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_appended_files_are_read_from_the_next_epoch_on(tmp_path, order):
-    add(tmp_path, "b.npy", 10)
-    batches = opened(tmp_path, growth="append", **order)
-    assert sorted(ids_of(batches)) == [*range(10)] and batches.add_new_files() == []
-    add(tmp_path, "a.npy", 10, 15)
-    add(tmp_path, "hour=1/c.npy", 15, 17)
-    assert sorted(ids_of(batches)) == [*range(10)]
-    assert batches.add_new_files() == ["a.npy", "hour=1/c.npy"]
-    assert sorted(ids_of(batches)) == [*range(17)]
-    assert (batches.epoch, batches.step, batches.steps_per_epoch) == (2, 3 + 3 + 5, 5)
-    assert batches.state == batches.state_at(11)
+def test_appended_files_are_read_from_the_next_epoch_on(tmp_path):
+    for number, order in enumerate(ORDERS):
+        folder = tmp_path / str(number)
+        add(folder, "b.npy", 10)
+        batches = opened(folder, growth="append", **order)
+        with case(order=order):
+            assert sorted(ids_of(batches)) == [*range(10)] and batches.add_new_files() == []
+            add(folder, "a.npy", 10, 15)
+            add(folder, "hour=1/c.npy", 15, 17)
+            assert sorted(ids_of(batches)) == [*range(10)]
+            assert batches.add_new_files() == ["a.npy", "hour=1/c.npy"]
+            assert sorted(ids_of(batches)) == [*range(17)]
+            assert (batches.epoch, batches.step, batches.steps_per_epoch) == (2, 3 + 3 + 5, 5)
+            assert batches.state == batches.state_at(11)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_replaced_files_are_read_once(tmp_path, order):
-    add(tmp_path, "0.npy", 6)
-    batches = opened(tmp_path, growth="replace", **order)
-    assert sorted(ids_of(batches)) == [*range(6)]
-    assert ids_of(batches) == [] and list(batches) == []  # until there are new files
-    (tmp_path / "0.npy").unlink()
-    for hour, (start, stop) in enumerate([(6, 13), (13, 14), (14, 30)], 1):
-        add(tmp_path, f"{hour}.npy", start, stop)
-        assert batches.add_new_files() == [f"{hour}.npy"]
-        assert sorted(ids_of(batches)) == [*range(start, stop)]
-        assert batches.add_new_files() == []
-    assert (batches.epoch, batches.step) == (3, 2 + 2 + 1 + 4)
+def test_replaced_files_are_read_once(tmp_path):
+    for number, order in enumerate(ORDERS):
+        folder = tmp_path / str(number)
+        add(folder, "0.npy", 6)
+        batches = opened(folder, growth="replace", **order)
+        with case(order=order):
+            assert sorted(ids_of(batches)) == [*range(6)]
+            assert ids_of(batches) == [] and list(batches) == []  # until there are new files
+            (folder / "0.npy").unlink()
+            for hour, (start, stop) in enumerate([(6, 13), (13, 14), (14, 30)], 1):
+                add(folder, f"{hour}.npy", start, stop)
+                assert batches.add_new_files() == [f"{hour}.npy"]
+                assert sorted(ids_of(batches)) == [*range(start, stop)]
+                assert batches.add_new_files() == []
+            assert (batches.epoch, batches.step) == (3, 2 + 2 + 1 + 4)
 
 
-@pytest.mark.parametrize("growth", ["append", "replace"])
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("growth", "order"), [*zip(["append", "replace", "append"], ORDERS, strict=True)])
 def test_a_state_names_its_files_and_continues_at_any_number_of_ranks(tmp_path, growth, order):
     def add_hour(folder, hour):
         add(folder, f"{9 - hour}.npy", 10 * hour, 10 * hour + 9 - hour)  # each sorts before the earlier ones

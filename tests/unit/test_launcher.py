@@ -1,6 +1,7 @@
 """What a launcher promised, read from the environment only."""
 
 import pytest
+from helpers.cases import case
 
 from hvdkit.cluster.devices import core_of, thread_count
 from hvdkit.cluster.engine import _check_size
@@ -24,9 +25,8 @@ MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
 SLURM = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "2"}
 
 
-@pytest.mark.parametrize(
-    ("environ", "launcher", "place", "controller"),
-    [
+def test_promises():
+    for environ, launcher, place, controller in (
         (OPEN_MPI, "mpirun (Open MPI)", (5, 8, 1, 4), "mpi"),
         (GLOO, "horovodrun --gloo", (2, 3, 2, 3), "gloo"),
         (MPICH, "mpiexec (MPICH)", (1, 2, 1, 2), "mpi"),
@@ -35,28 +35,25 @@ SLURM = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0",
         (SLURM | OPEN_MPI, "mpirun (Open MPI)", (5, 8, 1, 4), "mpi"),
         # horovodrun --gloo inside a Slurm step.
         (SLURM | GLOO, "horovodrun --gloo", (2, 3, 2, 3), "gloo"),
-    ],
-)
-def test_promises(environ, launcher, place, controller):
-    promise = launched_rank(environ)
-    assert promise.launcher == launcher
-    assert (promise.rank, promise.size, promise.local_rank, promise.local_size) == place
-    assert promise.controller == controller
+    ):
+        with case(environ=environ):
+            promise = launched_rank(environ)
+            assert promise.launcher == launcher
+            assert (promise.rank, promise.size, promise.local_rank, promise.local_size) == place
+            assert promise.controller == controller
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
+def test_alone():
+    for environ in (
         {},
         # A batch script that runs python directly, in an allocation of 4 tasks, is one process.
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"},
         {"OMPI_COMM_WORLD_SIZE": "4"},
         {"HOROVOD_RANK": "", "HOROVOD_SIZE": ""},
         {"HOROVOD_RANK": "zero", "HOROVOD_SIZE": "one"},
-    ],
-)
-def test_alone(environ):
-    assert launched_rank(environ) is ALONE
+    ):
+        with case(environ=environ):
+            assert launched_rank(environ) is ALONE
 
 
 def test_a_world_of_another_size_than_promised():
@@ -68,9 +65,8 @@ def test_a_world_of_another_size_than_promised():
     assert "hvdkit doctor" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("cores", "masks", "expected"),
-    [
+def test_thread_count():
+    for cores, masks, expected in (
         (4, [{0, 1, 2, 3}] * 2, 2),
         (4, [{0, 1, 2, 3}] * 3, 1),
         (2, [{0, 1}] * 4, 1),
@@ -79,16 +75,14 @@ def test_a_world_of_another_size_than_promised():
         (2, [{0, 1}, {2, 3}], 2),
         # A container's quota of 2 of 64 cores.
         (2, [set(range(64))] * 2, 1),
-    ],
-)
-def test_thread_count(cores, masks, expected):
-    masks = [frozenset(mask) for mask in masks]
-    assert thread_count(cores, masks[0], masks) == expected
+    ):
+        with case(cores=cores, masks=masks):
+            masks = [frozenset(mask) for mask in masks]
+            assert thread_count(cores, masks[0], masks) == expected
 
 
-@pytest.mark.parametrize(
-    ("cores", "masks", "expected"),
-    [
+def test_ranks_that_share_every_core_evenly_keep_to_one():
+    for cores, masks, expected in (
         (2, [{0, 1}] * 4, [0, 1, 0, 1]),
         (2, [{5, 3}] * 6, [3, 5, 3, 5, 3, 5]),
         # Bound to sockets: the ranks of a socket share its cores, whatever their numbers.
@@ -99,8 +93,7 @@ def test_thread_count(cores, masks, expected):
         (1, [{0}] * 4, [None] * 4),
         (2, [{0, 1, 2, 3}] * 8, [None] * 8),
         (2, [{0, 1}] * 4 + [{1, 2}] * 4, [None] * 8),
-    ],
-)
-def test_ranks_that_share_every_core_evenly_keep_to_one(cores, masks, expected):
-    masks = [frozenset(mask) for mask in masks]
-    assert [core_of(n, cores, masks) for n in range(len(masks))] == expected
+    ):
+        with case(cores=cores, masks=masks):
+            masks = [frozenset(mask) for mask in masks]
+            assert [core_of(n, cores, masks) for n in range(len(masks))] == expected

@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 import psutil
-import pytest
+from helpers.cases import case
 
 from hvdkit.commands.doctor import host_checks
 from hvdkit.machine.cores import affinity, available_cores, core_quota
@@ -27,30 +27,31 @@ def filesystem(folder: Path, lines: str, files: dict[str, str]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("lines", "files", "quota"),
-    [
-        ("0::/pod/box", {"pod/box/cpu.max": "max 100000", "pod/cpu.max": "150000 100000"}, 1.5),
-        ("0::/pod/box", {"pod/box/cpu.max": "150000 100000", "pod/cpu.max": "120000 100000"}, 1.2),
-        ("0::/as/the/host/sees/it", {"cpu.max": "50000 100000"}, 0.5),
-        ("0::/", {"cpu.max": "max 100000"}, None),
-        ("0::/", {}, None),
-        ("2:cpu:/a/b", {"cpu/a/cpu.cfs_quota_us": "100000", "cpu/a/cpu.cfs_period_us": "100000"}, 1.0),
-        ("2:cpu,cpuacct:/", {"cpu,cpuacct/cpu.cfs_quota_us": "-1"}, None),
-        ("2:cpuacct,cpu:/", {"cpu/cpu.cfs_quota_us": "30000", "cpu/cpu.cfs_period_us": "20000"}, 1.5),
-        ("3:cpuset:/", {"cpuset/cpu.max": "50000 100000"}, None),
-        ("2:cpu:/\n0::/a", {"cpu/cpu.cfs_quota_us": "-1", "a/cpu.max": "100000 100000"}, 1.0),
-    ],
+QUOTAS = (
+    ("0::/pod/box", {"pod/box/cpu.max": "max 100000", "pod/cpu.max": "150000 100000"}, 1.5),
+    ("0::/pod/box", {"pod/box/cpu.max": "150000 100000", "pod/cpu.max": "120000 100000"}, 1.2),
+    ("0::/as/the/host/sees/it", {"cpu.max": "50000 100000"}, 0.5),
+    ("0::/", {"cpu.max": "max 100000"}, None),
+    ("0::/", {}, None),
+    ("2:cpu:/a/b", {"cpu/a/cpu.cfs_quota_us": "100000", "cpu/a/cpu.cfs_period_us": "100000"}, 1.0),
+    ("2:cpu,cpuacct:/", {"cpu,cpuacct/cpu.cfs_quota_us": "-1"}, None),
+    ("2:cpuacct,cpu:/", {"cpu/cpu.cfs_quota_us": "30000", "cpu/cpu.cfs_period_us": "20000"}, 1.5),
+    ("3:cpuset:/", {"cpuset/cpu.max": "50000 100000"}, None),
+    ("2:cpu:/\n0::/a", {"cpu/cpu.cfs_quota_us": "-1", "a/cpu.max": "100000 100000"}, 1.0),
 )
-def test_init_and_doctor_see_the_same_cores(tmp_path, here, lines, files, quota):
-    made = filesystem(tmp_path, lines, files)
-    allowed = len(affinity())
-    expected = allowed if quota is None else min(allowed, max(1, int(quota)))
-    assert core_quota(made) == quota
-    assert available_cores(made) == expected  # what hk.init() divides among a host's ranks
-    found = host_checks.cores(here, made)
-    assert found.details["available"] == expected and found.details["cgroup_quota"] == quota
-    assert found.what.startswith((f"{expected} core", f"{expected} hardware threads"))
+
+
+def test_init_and_doctor_see_the_same_cores(tmp_path, here):
+    for number, (lines, files, quota) in enumerate(QUOTAS):
+        made = filesystem(tmp_path / str(number), lines, files)
+        allowed = len(affinity())
+        expected = allowed if quota is None else min(allowed, max(1, int(quota)))
+        with case(lines=lines, files=files):
+            assert core_quota(made) == quota
+            assert available_cores(made) == expected  # what hk.init() divides among a host's ranks
+            found = host_checks.cores(here, made)
+            assert found.details["available"] == expected and found.details["cgroup_quota"] == quota
+            assert found.what.startswith((f"{expected} core", f"{expected} hardware threads"))
 
 
 def test_without_control_groups_all_cores_and_memory_are_ours(tmp_path):
@@ -58,37 +59,29 @@ def test_without_control_groups_all_cores_and_memory_are_ours(tmp_path):
     assert total_memory(tmp_path) == psutil.virtual_memory().total
 
 
-@pytest.mark.parametrize(
-    ("lines", "files"),
-    [
-        (
-            "0::/pod/box",
-            {
-                "pod/memory.max": str(64 * MEBIBYTE),
-                "pod/memory.current": str(50 * MEBIBYTE),
-                "pod/memory.stat": f"anon 1\ninactive_file {10 * MEBIBYTE}",
-                "pod/box/memory.max": "max",
-                "pod/box/memory.current": str(50 * MEBIBYTE),
-            },
-        ),
-        (
-            "4:memory:/box",
-            {
-                "memory/memory.limit_in_bytes": str(2**63 - 4096),
-                "memory/memory.usage_in_bytes": str(2**40),
-                "memory/memory.stat": "",
-                "memory/box/memory.limit_in_bytes": str(64 * MEBIBYTE),
-                "memory/box/memory.usage_in_bytes": str(50 * MEBIBYTE),
-                "memory/box/memory.stat": f"inactive_file 0\ntotal_inactive_file {10 * MEBIBYTE}",
-            },
-        ),
-    ],
-    ids=["v2", "v1"],
-)
-def test_memory_is_that_of_the_container(tmp_path, lines, files):
-    made = filesystem(tmp_path, lines, files)
-    assert total_memory(made) == 64 * MEBIBYTE
-    assert available_memory(made) == 24 * MEBIBYTE
+MEMORY_GROUPS = {  # of versions 2 and 1
+    "0::/pod/box": {
+        "pod/memory.max": str(64 * MEBIBYTE),
+        "pod/memory.current": str(50 * MEBIBYTE),
+        "pod/memory.stat": f"anon 1\ninactive_file {10 * MEBIBYTE}",
+        "pod/box/memory.max": "max",
+        "pod/box/memory.current": str(50 * MEBIBYTE),
+    },
+    "4:memory:/box": {
+        "memory/memory.limit_in_bytes": str(2**63 - 4096),
+        "memory/memory.usage_in_bytes": str(2**40),
+        "memory/memory.stat": "",
+        "memory/box/memory.limit_in_bytes": str(64 * MEBIBYTE),
+        "memory/box/memory.usage_in_bytes": str(50 * MEBIBYTE),
+        "memory/box/memory.stat": f"inactive_file 0\ntotal_inactive_file {10 * MEBIBYTE}",
+    },
+}
+
+
+def test_memory_is_that_of_the_container(tmp_path):
+    for number, (lines, files) in enumerate(MEMORY_GROUPS.items()):
+        made = filesystem(tmp_path / str(number), lines, files)
+        assert (total_memory(made), available_memory(made)) == (64 * MEBIBYTE, 24 * MEBIBYTE), lines
 
 
 # Names and files that would read a fact without hvdkit.machine.

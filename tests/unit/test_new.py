@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
@@ -33,7 +32,8 @@ def files_of(folder):
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize(("form", "cluster"), [*itertools.product(FORMS, CLUSTERS)])
+# The last test shows that a project is its form and the files of its cluster.
+@pytest.mark.parametrize(("form", "cluster"), [*zip(FORMS * 2, CLUSTERS, strict=True)])
 def test_a_project_has_the_files_that_it_needs(tmp_path, form, cluster):
     folder = tmp_path / "my project v1.2"
     said = new(New(path=folder, form=form, cluster=cluster))
@@ -60,13 +60,13 @@ def test_a_project_has_the_files_that_it_needs(tmp_path, form, cluster):
         assert find(page.partition("`")[0])
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_lint_finds_nothing_in_the_program(tmp_path, form):
+def test_lint_finds_nothing_in_the_program(tmp_path):
     """Ruff's own settings and those of this project."""
-    new(New(path=tmp_path / "mine", form=form))
+    for form in FORMS:
+        new(New(path=tmp_path / form, form=form))
     for command in (["check"], ["check", "--select=E,F,W,I,B,UP,SIM,C4,PIE,RUF,PTH,D1"], ["format", "--check"]):
-        options = ["--isolated", "--no-cache", "train.py"]
-        done = call([sys.executable, "-m", "ruff", *command, *options], cwd=tmp_path / "mine")
+        options = ["--isolated", "--no-cache", *(f"{form}/train.py" for form in FORMS)]
+        done = call([sys.executable, "-m", "ruff", *command, *options], cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -97,14 +97,15 @@ def test_this_folder(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "README.md").read_text().startswith(f"# {tmp_path.name}\n")
 
 
-@pytest.mark.parametrize("name", ["notes.txt", ".gitignore", "train.py"])
-def test_no_file_is_overwritten(tmp_path, capsys, name):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / name).write_text("mine")
-    assert cli.main(["new", str(tmp_path / "mine")]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and f"got {tmp_path / 'mine'}, which has {name}, expected a new or empty" in error
-    assert files_of(tmp_path) == {f"mine/{name}"} and (tmp_path / "mine" / name).read_text() == "mine"
+def test_no_file_is_overwritten(tmp_path, capsys):
+    for name in ("notes.txt", ".gitignore", "train.py"):
+        folder = tmp_path / name / "mine"
+        folder.mkdir(parents=True)
+        (folder / name).write_text("mine")
+        assert cli.main(["new", str(folder)]) == 2, name
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and f"got {folder}, which has {name}, expected a new or empty" in error
+        assert files_of(folder) == {name} and (folder / name).read_text() == "mine"
 
 
 def test_folders_that_cannot_be_used(tmp_path, capsys):

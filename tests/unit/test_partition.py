@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from helpers.cases import case
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,19 +43,16 @@ def test_the_rules_are_those_of_embedding_lookup(rule, rows, size):
     assert counts == sorted(counts, reverse=True) and counts[0] - counts[-1] <= 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
+def test_arguments_out_of_range_are_refused():
+    for arguments, told in (
         (("row", 5, 0, 2), "partition: got row"),
         (("div", -1, 0, 2), "rows >= 0"),
         (("mod", 5, 2, 2), "rank < size"),
         (("mod", 5, -1, 2), "0 <= rank"),
         (("mod", 5, 0, 0), "rank < size"),
-    ],
-)
-def test_arguments_out_of_range_are_refused(arguments, told):
-    with pytest.raises(ValueError, match=told):
-        rows_of(*arguments)
+    ):
+        with case(arguments=arguments, told=told), pytest.raises(ValueError, match=told):
+            rows_of(*arguments)
 
 
 @given(RANGES, RANGES)

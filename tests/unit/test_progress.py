@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import keras
-import pytest
 import tensorflow as tf
+from helpers.cases import case
 
 import hvdkit
 from hvdkit.cluster.progress import folder_of, is_user_file, source_line
@@ -16,9 +16,9 @@ from hvdkit.cluster.progress import folder_of, is_user_file, source_line
 OURS = Path(hvdkit.__file__).parent
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
+def test_lines_of_the_user():
+    """A folder of the user may have the name of a library."""
+    for file in (
         "/home/me/horovod/train.py",
         "/home/me/keras/models/train.py",
         "/home/me/tensorflow/train.py",
@@ -26,25 +26,21 @@ OURS = Path(hvdkit.__file__).parent
         "train.py",
         "<stdin>",
         __file__,
-    ],
-)
-def test_lines_of_the_user(file):
-    """A folder of the user may have the name of a library."""
-    assert is_user_file(file)
+    ):
+        with case(file=file):
+            assert is_user_file(file)
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
+def test_lines_of_libraries():
+    for file in (
         str(OURS / "cluster" / "progress.py"),
         str(Path(tf.__file__).parent / "python" / "eager" / "context.py"),
         str(Path(keras.__file__).parent / "src" / "trainers" / "trainer.py"),
         contextlib.__file__,
         "/tmp/__autograph_generated_file1.py",
-    ],
-)
-def test_lines_of_libraries(file):
-    assert not is_user_file(file)
+    ):
+        with case(file=file):
+            assert not is_user_file(file)
 
 
 def test_the_line_is_that_of_the_caller():

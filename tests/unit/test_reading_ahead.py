@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers.cases import case
 from helpers.data_files import block_order
 from helpers.speed import WAIT
 
@@ -41,21 +42,22 @@ def wait_for_end(threads):
     assert not any(thread.is_alive() for thread in threads)
 
 
-@pytest.mark.parametrize(("block", "window"), [(100, 100), (100, 250), (50, 120), (300, 90)])
-def test_blocks_are_read_once_and_kept_within_a_window(block, window):
+def test_blocks_are_read_once_and_kept_within_a_window():
     n, batch_size, lanes = 12_000, 40, 4
-    starts = np.arange(0, n + 1, block)
-    order = block_order(starts, batch_size, lanes, window, seed=1)(np.arange(n))
-    loaded, most = [], 0
-    cache = BlockCache(lambda number: loaded.append(number), np.diff(starts))
-    for batch in order.reshape(-1, batch_size):
-        for number, rows in zip(*np.unique(batch // block, return_counts=True), strict=True):
-            cache.get(int(number), int(rows))
-        cache.next_batch()
-        most = max(most, len(cache))
-    assert sorted(loaded) == list(range(len(starts) - 1))
-    assert most <= lanes * (window // block + 2)
-    assert len(cache) == 0
+    for block, window in ((100, 100), (100, 250), (50, 120), (300, 90)):
+        starts = np.arange(0, n + 1, block)
+        order = block_order(starts, batch_size, lanes, window, seed=1)(np.arange(n))
+        loaded, most = [], 0
+        cache = BlockCache(loaded.append, np.diff(starts))
+        for batch in order.reshape(-1, batch_size):
+            for number, rows in zip(*np.unique(batch // block, return_counts=True), strict=True):
+                cache.get(int(number), int(rows))
+            cache.next_batch()
+            most = max(most, len(cache))
+        with case(block=block, window=window):
+            assert sorted(loaded) == list(range(len(starts) - 1))
+            assert most <= lanes * (window // block + 2)
+            assert len(cache) == 0
 
 
 @pytest.mark.parametrize(("kept", "loads"), [(2**30, 40), (1, None)])

@@ -7,7 +7,6 @@ import itertools
 import os
 
 import numpy as np
-import pytest
 
 from hvdkit.cluster import rings, settings
 from hvdkit.commands.doctor import algorithm
@@ -71,10 +70,10 @@ def test_rules_are_for_several_hosts_whose_owner_has_not_chosen(monkeypatch, tmp
     assert chosen_for(two) is None
 
 
-@pytest.mark.parametrize(("nodes", "several"), [("1", False), ("2", True)])
-def test_srun_says_how_many_hosts_there_are(nodes, several):
-    step = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": nodes}
-    assert launched_rank(step).on_several_hosts is several
+def test_srun_says_how_many_hosts_there_are():
+    for nodes, several in (("1", False), ("2", True)):
+        step = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": nodes}
+        assert launched_rank(step).on_several_hosts is several, nodes
 
 
 def test_the_order_of_additions_tells_the_algorithm():

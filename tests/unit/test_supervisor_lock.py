@@ -15,8 +15,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from helpers.cases import case
 
 from hvdkit.errors import CheckpointError
 from hvdkit.supervisor.lock import _FLOCK, NAME, LogdirLock
@@ -238,23 +240,18 @@ def test_a_holder_that_has_not_said_who_it_is(tmp_path, start):
         LogdirLock(tmp_path).acquire()
 
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP])
-def test_a_file_system_without_locks_is_warned_about(tmp_path, monkeypatch, caplog, number):
+def test_a_file_system_without_locks_is_warned_about(tmp_path, monkeypatch, caplog):
     # Every file system that a test can mount on Linux has locks, so simulate the error of one without.
-    def refuse(*_):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "fcntl", refuse)
     monkeypatch.setattr(logging.getLogger("hvdkit"), "propagate", True)
-    with caplog.at_level(logging.WARNING, "hvdkit"), LogdirLock(tmp_path):
-        assert str(tmp_path) in caplog.text and "no locks" in caplog.text
-        assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
+    for number in (errno.ENOLCK, errno.ENOTSUP):
+        monkeypatch.setattr(fcntl, "fcntl", Mock(side_effect=OSError(number, os.strerror(number))))
+        caplog.clear()
+        with case(number=number), caplog.at_level(logging.WARNING, "hvdkit"), LogdirLock(tmp_path):
+            assert str(tmp_path) in caplog.text and "no locks" in caplog.text
+            assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
 
 
 def test_another_error_of_the_file_system_is_raised(tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(fcntl, "fcntl", fail)
+    monkeypatch.setattr(fcntl, "fcntl", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
     with pytest.raises(CheckpointError, match=NAME):
         LogdirLock(tmp_path).acquire()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+from helpers.cases import case
 
 from hvdkit.supervisor.pace import GROWTH, Pace
 
@@ -31,12 +32,13 @@ class Run:
         return [b - a for a, b in pairwise(steps)]
 
 
-@pytest.mark.parametrize("start", [0, 1200])
-def test_the_first_two_steps_agree(start):
-    run = Run(start=start)
-    run.steps(1, 60.0)  # compilation
-    run.steps(9, 0.001)
-    assert [step - start for step, _ in run.agreed[:2]] == [1, 2]
+def test_the_first_two_steps_agree():
+    for start in (0, 1200):
+        with case(start=start):
+            run = Run(start=start)
+            run.steps(1, 60.0)  # compilation
+            run.steps(9, 0.001)
+            assert [step - start for step, _ in run.agreed[:2]] == [1, 2]
 
 
 def test_the_first_step_counts_for_nothing():
@@ -49,21 +51,19 @@ def test_the_first_step_counts_for_nothing():
     assert run.gaps() == [1] and run.pace.due(2 + GROWTH) and not run.pace.due(2 + GROWTH - 1)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "count", "step_seconds", "first", "then"),
-    [
+def test_intervals_grow_fourfold_to_the_seconds_between_agreements():
+    for seconds, count, step_seconds, first, then in (
         (1.0, 10_000, 0.001, [1, 4, 16, 64, 256], {998, 999, 1000}),
         (1.0, 200, 0.1, [1, 4], {9, 10}),
         (1.0, 20, 10.0, [1], {1}),
         (5.0, 1000, 0.125, [1, 4, 16], {40}),
         (1.0, 100, 0.0, [1, 4, 16, 64], set()),  # a clock that stands still
-    ],
-)
-def test_intervals_grow_fourfold_to_the_seconds_between_agreements(seconds, count, step_seconds, first, then):
-    run = Run(seconds)
-    run.steps(count, step_seconds)
-    gaps = run.gaps()
-    assert gaps[: len(first)] == first and {*gaps[len(first) :]} <= then
+    ):
+        with case(seconds=seconds, count=count, step_seconds=step_seconds):
+            run = Run(seconds)
+            run.steps(count, step_seconds)
+            gaps = run.gaps()
+            assert gaps[: len(first)] == first and {*gaps[len(first) :]} <= then
 
 
 def test_steps_that_become_slow_delay_one_agreement_only():
@@ -110,10 +110,10 @@ def test_due_alone_changes_nothing():
     assert [run.pace.due(step) for step in (3, 5, 6, 7, 3)] == [False, False, True, True, False]
 
 
-@pytest.mark.parametrize("seconds", [0, -1.0, float("nan")])
-def test_seconds_must_be_positive(seconds):
-    with pytest.raises(ValueError, match="seconds: got"):
-        Pace(seconds)
+def test_seconds_must_be_positive():
+    for seconds in (0, -1.0, float("nan")):
+        with case(seconds=seconds), pytest.raises(ValueError, match="seconds: got"):
+            Pace(seconds)
 
 
 def test_an_interval_is_a_step_or_more():

@@ -191,99 +191,62 @@ WELL = of(0, Alive(), at=9.0)
 VICTIM = Failed(cause="HorovodInternalError: a peer is gone", follows=True, step=20)
 
 
-@pytest.mark.parametrize(
-    ("entries", "code", "line"),
-    [
-        (
-            [*of(1, TRAINS, Failed(cause="ValueError: bad", step=20)), *WELL],
-            1,
-            "rank 1 on node1 failed at step 20: ValueError: bad",
-        ),
-        (
-            [*of(1, TRAINS, Failed(cause="KeyboardInterrupt", verb="was interrupted", code=130, step=4)), *WELL],
-            130,
-            "rank 1 on node1 was interrupted at step 4: KeyboardInterrupt",
-        ),
-        (
-            [*of(1, Failed(cause="ValueError: bad", busy="uploading")), *WELL],
-            1,
-            "rank 1 on node1 failed: ValueError: bad (busy: uploading)",
-        ),
-        (
-            [*of(1, TRAINS, Exited(code=-9, step=3)), *WELL],
-            137,
-            "rank 1 on node1 was killed by SIGKILL (out of memory?) at step 3",
-        ),
-        (
-            [*of(1, TRAINS, Exited(code=-11)), *WELL],
-            139,
-            "rank 1 on node1 was killed by SIGSEGV (a crash in native code)",
-        ),
-        ([*of(1, Exited(code=3)), *WELL], 3, "rank 1 on node1 ended with exit code 3"),
-        ([*of(1, TRAINS, Exited(code=None, step=7)), *WELL], 137, f"rank 1 on node1 failed at step 7: {DIED}"),
-        ([*of(1, TRAINS, Exited(code=0)), *WELL], 1, f"rank 1 on node1 failed: {DIED}"),
-        (
-            [*of(1, TRAINS, Lost()), *WELL],
-            1,
-            "rank 1 on node1 is unreachable (its host is down, the network is cut, or its sentinel was killed)",
-        ),
-        (
-            [*of(1, TRAINS, Leaving(step=20), Exited(code=3)), *WELL],
-            3,
-            "rank 1 on node1 failed at step 20: sys.exit(3) while other ranks continued",
-        ),
-        (
-            [*of(1, TRAINS, Leaving(step=20), Exited(code=3)), *of(0, TRAINS, Leaving(step=20), at=4.5)],
-            3,
-            "rank 1 on node1 ended with exit code 3 at step 20",
-        ),
-        (
-            [*of(1, TRAINS, Leaving(step=20), Exited(code=0)), *of(0, TRAINS, VICTIM, at=5.0), *WELL],
-            1,
-            "rank 1 on node1 left the job at step 20: ended before the others: rank 0 still needed it",
-        ),
-        (  # the report of rank 0 has overtaken that of rank 1
-            [*of(1, TRAINS, Leaving(step=20)), *of(0, TRAINS, VICTIM, at=3.98), *WELL, *of(1, Alive(), at=9.0)],
-            1,
-            "rank 1 on node1 left the job at step 20: ended before the others: rank 0 still needed it",
-        ),
-        (
-            [
-                *of(1, TRAINS, Leaving(step=5), Exited(code=75)),
-                *of(0, TRAINS, Leaving(step=5), Exited(code=75), at=5.0),
-            ],
-            75,
-            "rank 1 on node1 ended with exit code 75 at step 5",
-        ),
-        (
-            [*of(1, Exited(code=-9, stopped=13.2, step=3)), *of(0, Alive(), at=9.0)],
-            137,
-            "rank 1 on node1 was stopped (SIGSTOP) for 13 s at step 3",
-        ),
-        (
-            [*of(1, Judged(cause="no progress for 60 s", verb="hangs", step=3, dead=True)), *WELL],
-            1,
-            "rank 1 on node1 hangs at step 3: no progress for 60 s",
-        ),
-        (
-            [*of(1, VICTIM), *of(0, VICTIM)],
-            1,
-            "it is not known which rank failed first; rank 0 reported: HorovodInternalError: a peer is gone",
-        ),
-        (
-            [*of(1, Failed(cause="ValueError: bad", code=65)), *of(0, TRAINS, VICTIM, at=3.0)],
-            65,
-            "it is not known which rank failed first; rank 1 reported: ValueError: bad",
-        ),
-        ([*of(1, Exited(code=3), at=4.0)], 3, "it is not known which rank failed first"),
-        ([*of(1, Exited(code=0)), *of(0, Exited(code=0))], 0, ""),
-        ([*of(1, Exited(code=-15), ordered=True), *WELL], 143, "it is not known which rank failed first"),
-    ],
+def one(*events: Message) -> list[RankEvent]:
+    """Return entries of rank 1 next to a rank 0 that is well."""
+    return [*of(1, *events), *WELL]
+
+
+ONE, UNKNOWN = "rank 1 on node1", "it is not known which rank failed first"
+LEFT = f"{ONE} left the job at step 20: ended before the others: rank 0 still needed it"
+BAD, LEAVES, SAVED = Failed(cause="ValueError: bad"), Leaving(step=20), (Leaving(step=5), Exited(code=75))
+# What is known of two ranks, the job's exit code, and its last line.
+LAST_LINES = (
+    (one(TRAINS, replace(BAD, step=20)), 1, f"{ONE} failed at step 20: ValueError: bad"),
+    (
+        one(TRAINS, Failed(cause="KeyboardInterrupt", verb="was interrupted", code=130, step=4)),
+        130,
+        f"{ONE} was interrupted at step 4: KeyboardInterrupt",
+    ),
+    (one(replace(BAD, busy="uploading")), 1, f"{ONE} failed: ValueError: bad (busy: uploading)"),
+    (one(TRAINS, Exited(code=-9, step=3)), 137, f"{ONE} was killed by SIGKILL (out of memory?) at step 3"),
+    (one(TRAINS, Exited(code=-11)), 139, f"{ONE} was killed by SIGSEGV (a crash in native code)"),
+    (one(Exited(code=3)), 3, f"{ONE} ended with exit code 3"),
+    (one(TRAINS, Exited(code=None, step=7)), 137, f"{ONE} failed at step 7: {DIED}"),
+    (one(TRAINS, Exited(code=0)), 1, f"{ONE} failed: {DIED}"),
+    (
+        one(TRAINS, Lost()),
+        1,
+        f"{ONE} is unreachable (its host is down, the network is cut, or its sentinel was killed)",
+    ),
+    (one(TRAINS, LEAVES, Exited(code=3)), 3, f"{ONE} failed at step 20: sys.exit(3) while other ranks continued"),
+    (
+        [*of(1, TRAINS, LEAVES, Exited(code=3)), *of(0, TRAINS, LEAVES, at=4.5)],
+        3,
+        f"{ONE} ended with exit code 3 at step 20",
+    ),
+    ([*one(TRAINS, LEAVES, Exited(code=0)), *of(0, TRAINS, VICTIM, at=5.0)], 1, LEFT),
+    # The report of rank 0 has overtaken that of rank 1.
+    ([*one(TRAINS, LEAVES), *of(0, TRAINS, VICTIM, at=3.98), *of(1, Alive(), at=9.0)], 1, LEFT),
+    ([*of(1, TRAINS, *SAVED), *of(0, TRAINS, *SAVED, at=5.0)], 75, f"{ONE} ended with exit code 75 at step 5"),
+    (one(Exited(code=-9, stopped=13.2, step=3)), 137, f"{ONE} was stopped (SIGSTOP) for 13 s at step 3"),
+    (
+        one(Judged(cause="no progress for 60 s", verb="hangs", step=3, dead=True)),
+        1,
+        f"{ONE} hangs at step 3: no progress for 60 s",
+    ),
+    ([*of(1, VICTIM), *of(0, VICTIM)], 1, f"{UNKNOWN}; rank 0 reported: HorovodInternalError: a peer is gone"),
+    (of(1, Exited(code=3)), 3, UNKNOWN),
+    ([*of(1, Exited(code=0)), *of(0, Exited(code=0))], 0, ""),
+    ([*of(1, Exited(code=-15), ordered=True), *WELL], 143, UNKNOWN),
 )
-def test_the_last_line(entries, code, line):
-    size = 3 if "ValueError: bad" in line and "not known" in line else 2  # a third rank, without any entry
-    found = verdict(entries, size, HOSTS)
-    assert (found.code, found.line) == (code, line)
+
+
+def test_the_last_line():
+    for entries, code, line in LAST_LINES:
+        found = verdict(entries, 2, HOSTS)
+        assert (found.code, found.line) == (code, line)
+    found = verdict([*of(1, replace(BAD, code=65)), *of(0, TRAINS, VICTIM, at=3.0)], 3, HOSTS)  # nothing of rank 2
+    assert (found.code, found.line) == (65, f"{UNKNOWN}; rank 1 reported: ValueError: bad")
 
 
 def test_of_two_that_fail_the_earlier_one_is_named_and_both_tracebacks_are_kept():
@@ -331,9 +294,8 @@ SAMPLES = [
 ]
 
 
-@pytest.mark.parametrize("message", SAMPLES, ids=lambda message: type(message).__name__)
-def test_a_message_is_what_it_was_after_the_connection(message):
-    assert decode(message.encode()) == message
+def test_a_message_is_what_it_was_after_the_connection():
+    assert [decode(message.encode()) for message in SAMPLES] == SAMPLES
 
 
 def test_what_a_program_sends_need_not_be_a_message():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from helpers.cases import case
 from helpers.instructions import instructions
 
 from hvdkit.watchdog.flight_recorder import CollectiveRecord, ranks_text
@@ -62,9 +62,8 @@ def test_ranks_that_go_on_alone():
     assert wait_in("a01", "a01", "b") is None
 
 
-@pytest.mark.parametrize(
-    ("pending", "odd", "words"),
-    [
+def test_ranks_that_cannot_go_on():
+    for pending, odd, words in (
         (("a", "a", "b"), 2, "waits in b (b.py:1), but rank 0 in a (a.py:1)"),
         (("b", "a", "a"), 0, "waits in b (b.py:1), but rank 1 in a (a.py:1)"),
         (("a01", "b", "b"), 0, "waits in a (a.py:1), but rank 1 in b (b.py:1)"),
@@ -73,39 +72,36 @@ def test_ranks_that_go_on_alone():
         (("1=b 2=c", "1=c 2=b"), 1, "is in c (c.py:1), but rank 0 in b (b.py:1)"),
         (("1=b 2=c", "1=x 2=b 3=c", "1=b 2=c"), 1, "is in x (x.py:1), but rank 0 in b (b.py:1)"),
         (("a=y", "a=x", "a=x"), 0, "is in y (a.py:1), but rank 1 in x (a.py:1)"),
-    ],
-)
-def test_ranks_that_cannot_go_on(pending, odd, words):
-    found = wait_in(*pending)
-    assert found.rank == odd and words in found.cause and found.cause.startswith("CollectiveMismatchError: ")
+    ):
+        with case(pending=pending):
+            found = wait_in(*pending)
+            assert found.rank == odd and words in found.cause and found.cause.startswith("CollectiveMismatchError: ")
 
 
-@pytest.mark.parametrize(
-    ("places", "stuck"),
-    [
+def test_ranks_that_wait_for_each_other_eagerly_are_heard_again_first():
+    """A rank may have continued since its report: each must report after the last one began to wait."""
+    for places, stuck in (
         (([0, 1], [1, 2], [0, 2]), True),
         (([0, 1, 2, 3], [0, 1], [0, 1, 2, 3], [2, 3]), True),
         (([0, 1], [1, 2, 0], None, [2, 3]), True),  # rank 2 computes, rank 3 waits for it; 0 and 1 are stuck
         (([0, 1], [0, 1], [2, 3], [2, 3]), False),  # all in progress
         (([0, 1], None, [0, 1, 2]), False),  # rank 1 will come
         (([0, 1], [0, 1], [0, 1, 2]), False),  # 0 and 1 will come
-    ],
-)
-def test_ranks_that_wait_for_each_other_eagerly_are_heard_again_first(places, stuck):
-    """A rank may have continued since its report: each must report after the last one began to wait."""
-    ranks = Ranks(len(places))
-    for rank, taking_part in enumerate(places):
-        if taking_part is not None:
-            ranks.wait_in(rank, f"sum of {taking_part}", taking_part)
-    ranks.pass_time(SETTLED, heard=False)
-    assert ranks.difference() is None, "no rank has been heard since"
-    ranks.pass_time(SETTLED)
-    found = ranks.difference()
-    assert (found is not None) is stuck
-    if stuck:
-        assert places[found.rank] is not None and found.cause.endswith(
-            "and neither can continue; make every rank enter the same collectives"
-        )
+    ):
+        with case(places=places):
+            ranks = Ranks(len(places))
+            for rank, taking_part in enumerate(places):
+                if taking_part is not None:
+                    ranks.wait_in(rank, f"sum of {taking_part}", taking_part)
+            ranks.pass_time(SETTLED, heard=False)
+            assert ranks.difference() is None, "no rank has been heard since"
+            ranks.pass_time(SETTLED)
+            found = ranks.difference()
+            assert (found is not None) is stuck
+            if stuck:
+                assert places[found.rank] is not None and found.cause.endswith(
+                    "and neither can continue; make every rank enter the same collectives"
+                )
 
 
 def test_a_rank_that_has_gone_on_is_not_stuck():
@@ -139,15 +135,16 @@ def test_one_function_after_another_with_lines_in_common():
         ranks.end(rank, key)
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (0, 2, 1, 3, 4), (3, 4, 0, 2, 1)])
-def test_one_more_is_found_whatever_comes_first(order):
-    begun = [(1, "1", "a"), (1, "2", "more"), (1, "3", "b"), (0, "1", "a"), (0, "2", "b")]
-    ranks = Ranks(2)
-    for rank, key, line in (begun[place] for place in order):
-        ranks.begin(rank, key, "x", line)
-        ranks.end(rank, key)
-    found = ranks.difference()
-    assert found.rank == 1 and "is in x (more), but rank 0 in x (b)" in found.cause
+def test_one_more_is_found_whatever_comes_first():
+    for order in ((0, 1, 2, 3, 4), (0, 2, 1, 3, 4), (3, 4, 0, 2, 1)):
+        with case(order=order):
+            begun = [(1, "1", "a"), (1, "2", "more"), (1, "3", "b"), (0, "1", "a"), (0, "2", "b")]
+            ranks = Ranks(2)
+            for rank, key, line in (begun[place] for place in order):
+                ranks.begin(rank, key, "x", line)
+                ranks.end(rank, key)
+            found = ranks.difference()
+            assert found.rank == 1 and "is in x (more), but rank 0 in x (b)" in found.cause
 
 
 def test_comparing_collectives_costs_the_same_whatever_the_number_of_ranks():

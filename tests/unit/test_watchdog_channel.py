@@ -388,8 +388,9 @@ def test_without_a_file_left_the_coordinator_goes_on_and_lets_sentinels_in_later
                 os.close(files.pop())
             assert flood.stdout.readline() == b"connected\n"
             wait_until(lambda: len(job.coordinator.server._unauthenticated) >= 19)
-            time.sleep(0.3)
-            assert job._thread.is_alive() and job.coordinator.verdict is None
+            turned = threading.Event()
+            job.calls.put(lambda: job.calls.put(turned.set))  # set at the end of two whole turns
+            assert turned.wait(WAIT) and job._thread.is_alive() and job.coordinator.verdict is None
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
             for file in files:
@@ -578,6 +579,7 @@ def test_what_child_processes_write_after_the_end_of_the_rank_is_read():
         assert job.output == {(0, b"last\n"): 1}
 
 
+@pytest.mark.nightly
 def test_nothing_is_reported_of_a_process_that_has_ended():
     with running("exit 3", heartbeat=1.0) as (job, _):
         wait_until(lambda: job.coordinator.over)
@@ -688,6 +690,7 @@ def test_what_the_variables_say(environment, allowed):
     assert [name for name, address in here.items() if found.allows(interfaces.Address(name, address))] == allowed
 
 
+@pytest.mark.nightly
 def test_a_reader_that_pauses_is_not_cut_off():
     """The kernel probes at growing intervals whether it reads again; no packets are acknowledged in between."""
     listener = listen(["127.0.0.1"])[0]

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.cases import case
 
 import hvdkit as hk
 from hvdkit.collectives.batch_share import is_share, mark_share
@@ -26,22 +27,23 @@ MAKERS = {
 }
 
 
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_a_value_belongs_to_one_object_and_goes_with_it(make):
-    registry: WeakRegistry[str] = WeakRegistry()
-    first, second = make(), make()  # variables overload ==, and are not hashable
-    registry.set(first, "a")
-    registry.set(first, "b")
-    assert registry.get(first) == "b" and first in registry
-    assert registry.get(second) is None and second not in registry
-    registry.discard(second)
-    assert len(registry) == 1
-    del first
-    gc.collect()
-    assert len(registry) == 0
-    registry.set(second, "c")
-    registry.discard(second)
-    assert second not in registry
+def test_a_value_belongs_to_one_object_and_goes_with_it():
+    for make in MAKERS.values():
+        with case(make=make):
+            registry: WeakRegistry[str] = WeakRegistry()
+            first, second = make(), make()  # variables overload ==, and are not hashable
+            registry.set(first, "a")
+            registry.set(first, "b")
+            assert registry.get(first) == "b" and first in registry
+            assert registry.get(second) is None and second not in registry
+            registry.discard(second)
+            assert len(registry) == 1
+            del first
+            gc.collect()
+            assert len(registry) == 0
+            registry.set(second, "c")
+            registry.discard(second)
+            assert second not in registry
 
 
 def test_a_new_object_has_no_value_of_a_dead_one_with_its_id():

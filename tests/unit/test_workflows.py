@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import compatibility
-import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,14 +22,14 @@ def steps(path: Path) -> list[dict[str, Any]]:
     return [step for job in jobs(path).values() for step in job["steps"]]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_workflows_call_targets_of_the_makefile(path):
+def test_workflows_call_targets_of_the_makefile():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
-    called = set(re.findall(r"\bmake ([a-z-]+)", "\n".join(step.get("run", "") for step in steps(path))))
-    for job in jobs(path).values():
-        called |= {*job.get("strategy", {}).get("matrix", {}).get("target", [])}
-    assert called and called <= targets
+    for path in FILES:
+        called = set(re.findall(r"\bmake ([a-z-]+)", "\n".join(step.get("run", "") for step in steps(path))))
+        for job in jobs(path).values():
+            called |= {*job.get("strategy", {}).get("matrix", {}).get("target", [])}
+        assert called and called <= targets, path.name
 
 
 def test_each_row_of_the_table_has_a_job():
