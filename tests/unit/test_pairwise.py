@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations, product
 
-from helpers.pairwise import covering, pairwise
+from helpers.pairwise import covering, pairs, pairwise, printed, some_at
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,3 +31,16 @@ def test_a_mark_names_the_values():
     mark = pairwise(dtype=["a", "b"], n=[1, 2], mode=[len, max]).mark
     assert mark.args[0] == "dtype,n,mode" and len(mark.args[1]) == 4
     assert {(dtype, mode) for dtype, _, mode in mark.args[1]} == set(product("ab", [len, max]))
+
+
+def test_every_eighth_case_runs_at_more_numbers_of_ranks():
+    cases = some_at((3, 1), [(number,) for number in range(9)])
+    marks = {case.values: [mark.args for mark in case.marks] for case in cases}
+    assert marks.pop((0,)) == marks.pop((8,)) == [(1, 2, 3)] and not any(marks.values())
+
+
+def test_the_last_line_printed_is_the_case_that_failed(capsys):
+    for dtype, n in printed(pairs(dtype=["a", "b"], n=[1, 2])):
+        if (dtype, n) == ("b", 1):
+            break
+    assert capsys.readouterr().out.splitlines()[-1] == "case: ('b', 1)"
