@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.pairwise import pairs, printed
 
 import hvdkit as hk
 
@@ -59,7 +62,7 @@ def numpy_lookup(tables, inputs):
     return out
 
 
-@pytest.mark.contract
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("plan", list(PLANS))
 def test_every_form_and_placement_equals_numpy(plan, rank, size):
     layer = hk.layers.ShardedEmbeddingCollection(TABLES, PLANS[plan], seed=3)
@@ -144,17 +147,16 @@ def test_fit_evaluate_and_predict(rank, size):
     assert np.isfinite(model.evaluate(own, y[: 7 + rank], batch_size=6 + rank, verbose=0))
 
 
-@pytest.mark.parametrize("how", ["wrap", "drop"])
-@pytest.mark.parametrize("combiner", [None, "mean"])
-def test_ids_out_of_range_are_wrapped_or_dropped_when_asked(how, combiner, rank):
-    layer = hk.layers.ShardedEmbedding(10, 3, combiner=combiner, out_of_range=how, seed=1)
-    ids = np.array([[-1, 3], [10, 25], [rank % 10, 9]])
-    found, table = layer(ids).numpy(), layer.gather()
-    rows = table[ids % 10] * (1 if how == "wrap" else ((ids >= 0) & (ids < 10))[..., None])
-    if combiner:
-        count = 2 if how == "wrap" else np.maximum(1, ((ids >= 0) & (ids < 10)).sum(1, keepdims=True))
-        rows = rows.sum(1) / count
-    np.testing.assert_allclose(found, rows, rtol=1e-6)
+def test_ids_out_of_range_are_wrapped_or_dropped_when_asked(rank):
+    for how, combiner in printed(pairs(how=["wrap", "drop"], combiner=[None, "mean"])):
+        layer = hk.layers.ShardedEmbedding(10, 3, combiner=combiner, out_of_range=how, seed=1)
+        ids = np.array([[-1, 3], [10, 25], [rank % 10, 9]])
+        found, table = layer(ids).numpy(), layer.gather()
+        rows = table[ids % 10] * (1 if how == "wrap" else ((ids >= 0) & (ids < 10))[..., None])
+        if combiner:
+            count = 2 if how == "wrap" else np.maximum(1, ((ids >= 0) & (ids < 10)).sum(1, keepdims=True))
+            rows = rows.sum(1) / count
+        np.testing.assert_allclose(found, rows, rtol=1e-6)
 
 
 ONES = {"a": tf.constant([[1, 2]]), "b": tf.constant([1])}
@@ -182,8 +184,7 @@ def test_ids_that_one_rank_cannot_read_are_an_error_on_all(rank, size):
         layer.ask({"a": Broken() if last else tf.constant([1])})
 
 
-@pytest.mark.parametrize("plan", ["row", "replicated"])
-@pytest.mark.parametrize("what", list(INPUTS))
+@pytest.mark.parametrize(("what", "plan"), zip(INPUTS, cycle(["row", "replicated"]), strict=False))
 def test_inputs_that_one_rank_cannot_use_are_an_error_on_all(what, plan, rank, size):
     layer = hk.layers.ShardedEmbeddingCollection(
         [Table("a", 20, 2, combiner="sum"), Table("b", 30, 3)], {"a": plan, "b": plan}
@@ -198,7 +199,7 @@ def test_inputs_that_one_rank_cannot_use_are_an_error_on_all(what, plan, rank, s
     assert layer(ONES)["a"].shape == (1, 2)
 
 
-def test_bad_arguments_name_themselves(rank, size):
+def test_bad_arguments_name_themselves(rank):
     with pytest.raises(ValueError, match="output_dim of table 't': got 0"):
         Table("t", 3, 0)
     with pytest.raises(ValueError, match="input_dim of table 't': got 0"):
@@ -208,6 +209,5 @@ def test_bad_arguments_name_themselves(rank, size):
     layer = hk.layers.ShardedEmbeddingCollection([Table("a", 3, 2), Table("b", 3, 2, combiner="sum")])
     with pytest.raises(TypeError, match="ids of 'a': got dtype float32"):
         layer({"a": keras.Input((2,)), "b": keras.Input((2,), dtype="int64")})
-    if size > 1:
-        with pytest.raises(hk.CollectiveMismatchError, match="tables"):
-            hk.layers.ShardedEmbedding(3 + rank, 2).build()
+    with pytest.raises(hk.CollectiveMismatchError, match="tables"):
+        hk.layers.ShardedEmbedding(3 + rank, 2).build()

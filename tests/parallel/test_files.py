@@ -13,11 +13,10 @@ import pytest
 import tensorflow as tf
 from helpers.as_one import same_weights
 from helpers.data_files import FORMATS
+from helpers.pairwise import printed
 from helpers.speed import wait_until
 
 import hvdkit as hk
-
-pytestmark = pytest.mark.contract
 
 hk.init()
 RNG = np.random.default_rng(0)
@@ -40,7 +39,8 @@ def rows_of(batch):
     return batch["x"], batch["y"]
 
 
-@pytest.mark.parametrize("options", [{}, {"shuffle_seed": 1}, OPTIONS])
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("options", [{"shuffle_seed": 1}, OPTIONS])
 def test_ranks_read_the_global_batches_together(shared_path, options):
     write(shared_path)
     for source in (hk.data.parquet(shared_path), hk.data.delimited(shared_path / "ids.csv", {"id": "i8", "y": "f4"})):
@@ -60,8 +60,7 @@ def trained(fit, batches):
     return model
 
 
-@pytest.mark.parametrize("options", [{}, OPTIONS])
-@pytest.mark.parametrize("kind", ["files", "mixture"])
+@pytest.mark.parametrize(("kind", "options"), [("files", {}), ("mixture", OPTIONS)])
 def test_fit_equals_one_process(shared_path, kind, options):
     write(shared_path)
     source = hk.data.parquet(shared_path, ["x", "y"]).map(rows_of)
@@ -97,10 +96,8 @@ def test_threads_end_after_a_fit_that_stops_within_an_epoch(shared_path):
 
 
 def test_ranks_that_see_other_files_are_named(tmp_path, rank, size):
-    if size == 1:
-        return
     np.save(tmp_path / "a.npy", np.zeros(8 if rank < size - 1 else 9))
-    with pytest.raises(hk.CollectiveMismatchError, match=rf"paths: .*a\.npy.* on rank {size - 1 if size > 2 else 1}"):
+    with pytest.raises(hk.CollectiveMismatchError, match=r"paths: .*a\.npy.* on rank 1"):
         hk.data.npy(tmp_path)
 
 
@@ -150,14 +147,13 @@ def test_new_files_are_found_by_all_ranks_together(shared_path, rank, size):
         hk.fit(model, mine, epochs=5, initial_epoch=2, verbose=0)
     with pytest.raises(ValueError, match=r"GlobalBatches\(growth=\), with logdir="):
         hk.fit(model, mine, epochs=3, initial_epoch=2, logdir=shared_path / "log")
-    if size > 1:
-        with pytest.raises(hk.CollectiveMismatchError, match=r"epoch and step of new files: .* on rank"):
-            mine.add_new_files(epoch=4 + (rank == size - 1))
-        unread = hk.data.GlobalBatches(source, 24, **options)
-        if rank == size - 1:  # only there, new files would replace those of this epoch in the next one
-            next(copy.copy(unread))
-        with pytest.raises(hk.CollectiveMismatchError, match=r"epoch and step of new files: .*True.* on rank"):
-            unread.add_new_files()
+    with pytest.raises(hk.CollectiveMismatchError, match=r"epoch and step of new files: .* on rank"):
+        mine.add_new_files(epoch=4 + (rank == size - 1))
+    unread = hk.data.GlobalBatches(source, 24, **options)
+    if rank == size - 1:  # only there, new files would replace those of this epoch in the next one
+        next(copy.copy(unread))
+    with pytest.raises(hk.CollectiveMismatchError, match=r"epoch and step of new files: .*True.* on rank"):
+        unread.add_new_files()
 
 
 def test_a_supervisor_restores_the_files_of_a_growing_run(shared_path):
@@ -195,11 +191,6 @@ def test_a_supervisor_restores_the_files_of_a_growing_run(shared_path):
 # ---- arguments that differ between ranks -----------------------------------------------------------------------------
 
 
-def odd_rank(size):
-    """Return the rank that is named if the last one differs."""
-    return size - 1 if size > 2 else 1
-
-
 def first(record):
     return record
 
@@ -230,21 +221,17 @@ DIFFERENCES = {
 }
 
 
-@pytest.mark.parametrize("name", DIFFERENCES)
-def test_ranks_with_other_arguments_are_named(shared_path, rank, size, name):
-    if size == 1:
-        return
+def test_ranks_with_other_arguments_are_named(shared_path, rank):
     folder = write_lines(shared_path)
-    with pytest.raises(hk.CollectiveMismatchError, match=rf"^{name}: got .* on rank {odd_rank(size)}, expected"):
-        DIFFERENCES[name](folder, rank == size - 1)
+    for name, read in printed(DIFFERENCES.items()):
+        with pytest.raises(hk.CollectiveMismatchError, match=rf"^{name}: got .* on rank 1, expected"):
+            read(folder, rank == 1)
 
 
 def test_functions_of_one_name_with_unlike_results_are_named(shared_path, rank, size):
-    if size == 1:
-        return
     folder = write_lines(shared_path)
     dtype = tf.int32 if rank == size - 1 else tf.int64
-    with pytest.raises(hk.CollectiveMismatchError, match=rf"first row .*int32.* on rank {odd_rank(size)}"):
+    with pytest.raises(hk.CollectiveMismatchError, match=r"first row .*int32.* on rank 1"):
         hk.data.tfrecord(f"{folder}.tfrecord", lambda record: tf.cast(tf.strings.length(record), dtype))
 
 
@@ -260,8 +247,6 @@ def test_functions_of_one_name_with_unlike_results_are_named(shared_path, rank, 
     ],
 )
 def test_fit_and_supervisor_name_ranks_with_another_order(shared_path, rank, size, options):
-    if size == 1:
-        return
     source = hk.data.delimited(write_lines(shared_path), LINES).map(lambda batch: (batch["a"] * 1.0, batch["b"] * 1.0))
     usual = {"global_batch_size": 6, "remainder": "drop", "shuffle_seed": 1}
     if len(options) == 3:
@@ -269,11 +254,10 @@ def test_fit_and_supervisor_name_ranks_with_another_order(shared_path, rank, siz
     mine = {**usual, **options} if rank == size - 1 else usual
     model = keras.Sequential([keras.layers.Input([1]), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    different = rf"on rank {odd_rank(size)}"
-    with pytest.raises(hk.CollectiveMismatchError, match=different):
+    with pytest.raises(hk.CollectiveMismatchError, match="on rank 1"):
         hk.fit(model, hk.data.GlobalBatches(source, **mine), verbose=0)
     with (
-        pytest.raises(hk.CollectiveMismatchError, match=different),
+        pytest.raises(hk.CollectiveMismatchError, match="on rank 1"),
         hk.Supervisor(shared_path / "log", model=model, data=hk.data.GlobalBatches(source, **mine)),
     ):
         pass
