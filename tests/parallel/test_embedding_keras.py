@@ -72,7 +72,7 @@ def test_floats_that_are_no_rows_are_an_error_on_every_rank(bad, said, traced, r
 # ---- mask_zero ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("after", ["pooling", "recurrent"])
+@pytest.mark.parametrize("after", ["pooling", pytest.param("recurrent", marks=pytest.mark.nightly)])
 def test_mask_zero_equals_keras(after, rank, size):
     """Id 0 is padding: the layers after the embedding mask it, forward and backward."""
     ids, y = data()
@@ -106,7 +106,7 @@ def test_mask_zero_equals_keras(after, rank, size):
     [
         ("mod", "l2", hk.Average),
         ("column", keras.regularizers.L1L2(0.01, 0.05), hk.Sum),
-        ("replicated", "l1", hk.Average),
+        pytest.param("replicated", "l1", hk.Average, marks=pytest.mark.nightly),
     ],
 )
 def test_a_regularizer_equals_keras(partition, regularizer, op, rank, size):

@@ -44,10 +44,9 @@ def test_one_rank_that_raises_or_stops_alone_is_an_error_on_all(rng):
     words = "disk full" if last else f"rank {hk.size() - 1} raised OSError: disk full"
     with pytest.raises(OSError if last else hk.CollectiveMismatchError, match=words):
         hk.fit(dense()(), x, y, epochs=3, verbose=0, callbacks=[Raises()])
-    if hk.size() > 1:
-        stops = rf"got .*stop_training.: True.* on rank {hk.size() - 1}"
-        with pytest.raises(hk.CollectiveMismatchError, match=stops):
-            hk.fit(dense()(), x, y, epochs=3, verbose=0, callbacks=[StopsAlone()])
+    stops = rf"got .*stop_training.: True.* on rank {hk.size() - 1}"
+    with pytest.raises(hk.CollectiveMismatchError, match=stops):
+        hk.fit(dense()(), x, y, epochs=3, verbose=0, callbacks=[StopsAlone()])
 
 
 class Writes(keras.callbacks.Callback):
@@ -60,7 +59,6 @@ class Writes(keras.callbacks.Callback):
             file.write(f"{logs['loss']}\n")
 
 
-@pytest.mark.contract
 @pytest.mark.parametrize("plainly", [False, True], ids=["hk.fit", "fit"])
 def test_callbacks_of_the_chief_run_there_alone(plainly, rng, shared_path):
     x, y = line(rng)
@@ -92,7 +90,6 @@ def test_lists_of_callbacks_that_differ_are_an_error_on_all(rng):
         hk.predict(dense()(), x, verbose=0, callbacks=stops)
 
 
-@pytest.mark.contract
 def test_writers_may_be_on_the_chief_alone(rng, shared_path):
     x, y = line(rng)
     path = shared_path / "{epoch}-{batch}.keras"
@@ -104,7 +101,6 @@ def test_writers_may_be_on_the_chief_alone(rng, shared_path):
     assert (shared_path / "a.csv").exists()
 
 
-@pytest.mark.contract
 @pytest.mark.parametrize(("first", "other", "key"), [("sgd", "adam", "class"), (0.1, 0.2, "learning_rate")])
 def test_optimizers_that_differ_are_an_error_on_all(first, other, key, rng):
     x, y = line(rng)
@@ -126,7 +122,6 @@ def test_a_chief_that_restored_alone_has_the_rate_for_all(rng):
     assert int(model.optimizer.iterations) == 8
 
 
-@pytest.mark.contract
 def test_without_a_terminal_the_chief_prints_a_line_per_epoch(rng, capfd):
     x, y = line(rng)
     model = dense()()
@@ -180,24 +175,21 @@ class Ended(keras.callbacks.Callback):
         pytest.fail("an epoch has ended")
 
 
-@pytest.mark.contract
-@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}], ids=str)
 @pytest.mark.parametrize(
-    "update",
+    ("update", "options"),
     [
-        lambda s, e: keras.ops.maximum(s, keras.ops.max(e)),
-        lambda s, e: keras.ops.mean(e),
-        lambda s, e: 0.9 * s + 0.1 * keras.ops.mean(e),
+        (lambda s, e: keras.ops.maximum(s, keras.ops.max(e)), {}),
+        (lambda s, e: keras.ops.mean(e), {"run_eagerly": True}),
+        (lambda s, e: 0.9 * s + 0.1 * keras.ops.mean(e), {}),
     ],
     ids=["maximum", "last", "decaying"],
 )
 def test_metrics_whose_state_is_no_sum_are_refused(update, options, rng):
     x, y = line(rng)
-    if hk.size() > 1:
-        with pytest.raises(ValueError, match="metrics: got 'own'"):
-            hk.fit(dense(metrics=[OwnMetric(update)], **options)(), x, y, epochs=2, verbose=0, callbacks=[Ended()])
-        with pytest.raises(ValueError, match="metrics: got 'own'"):
-            hk.evaluate(dense(metrics=[OwnMetric(update)], **options)(), x, y, verbose=0)
+    with pytest.raises(ValueError, match="metrics: got 'own'"):
+        hk.fit(dense(metrics=[OwnMetric(update)], **options)(), x, y, epochs=2, verbose=0, callbacks=[Ended()])
+    with pytest.raises(ValueError, match="metrics: got 'own'"):
+        hk.evaluate(dense(metrics=[OwnMetric(update)], **options)(), x, y, verbose=0)
 
 
 def test_metrics_whose_state_does_not_begin_with_0_are_refused(rng):
@@ -294,7 +286,7 @@ class Draws(keras.Model):
         return super().train_step(data)
 
 
-@pytest.mark.contract
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("options", [{}, {"run_eagerly": True}], ids=str)
 def test_global_random_numbers_differ_between_ranks_and_are_reproducible(options, rng):
     x, y = line(rng)
