@@ -141,7 +141,6 @@ def test_compressed_training_stays_close(compression, tolerance):
     assert_equal(model, alone(opts.SGD(0.1)), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize(
     ("make", "rows"),
     [(lambda: opts.SGD(0.1), 9), (lambda: opts.Adam(0.01), 5000), (lambda: opts.Adagrad(0.1), 9)],
