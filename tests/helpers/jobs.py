@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from helpers.speed import WAIT
 
@@ -69,6 +70,13 @@ def run(code: str, launcher: tuple[str, ...] = (), ranks: int = 1, **extra: str)
     command = [*launched, sys.executable, "-c", code]
     done = call(command, env=environment(**extra), stderr=subprocess.STDOUT, errors="replace")
     return Job(done.returncode, time.monotonic() - started, done.stdout)
+
+
+def selected(request: pytest.FixtureRequest, *names: str) -> list[tuple[Any, ...]]:
+    """Return the values of the parameters ``names`` of each selected test of the file that have these parameters."""
+    items = [item for item in request.session.items if item.path == request.path]
+    found = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    return [tuple(params[name] for name in names) for params in found if {*names} <= {*params}]
 
 
 def words(pid: int) -> list[str]:

@@ -8,7 +8,7 @@ import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from helpers.jobs import call, environment
+from helpers.jobs import call, environment, selected
 from helpers.jobs_that_fail import LAUNCHERS, PATHS
 from helpers.speed import scaled
 
@@ -59,10 +59,8 @@ def run(launcher, end):
 @pytest.fixture(scope="module")
 def endings(request):
     """Run the jobs of all selected tests, two at a time; yield their futures."""
-    chosen = [item.callspec.params for item in request.session.items if item.path == request.path]
-    jobs = [(job["launcher"], job["end"]) for job in chosen if "end" in job]
     with ThreadPoolExecutor(2) as pool:
-        yield {job: pool.submit(run, *job) for job in jobs}
+        yield {job: pool.submit(run, *job) for job in selected(request, "launcher", "end")}
 
 
 @pytest.mark.parametrize(("launcher", "end"), JOBS)

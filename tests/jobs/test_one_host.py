@@ -7,6 +7,7 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from helpers.jobs import selected
 from helpers.jobs_that_fail import NoMemoryGroup, run
 from helpers.speed import scaled, slowdown
 
@@ -37,9 +38,8 @@ AT_NIGHT = [
 @pytest.fixture(scope="module")
 def endings(request):
     """Run the jobs of all selected tests, two at a time since they mostly start or wait; yield their futures."""
-    chosen = [item.callspec.params for item in request.session.items if item.path == request.path]
     with ThreadPoolExecutor(2) as pool:
-        yield {tuple(job.items()): pool.submit(run, **job) for job in (params["job"] for params in chosen)}
+        yield {tuple(job.items()): pool.submit(run, **job) for (job,) in selected(request, "job")}
 
 
 def job(fault, launcher, at=1, heartbeat=3, watchdog=6):

@@ -175,10 +175,12 @@ def test_a_signal_ends_a_job_whose_other_ranks_have_not_begun(tmp_path):
 
 def test_under_gloo_no_secret_is_on_a_command_line_and_the_exit_code_is_kept(tmp_path):
     mark = str(tmp_path)
-    script = f"open({mark!r} + f'/up-{{RANK}}', 'w').write(os.environ['TOKEN']); time.sleep(2); sys.exit(RANK and 5)"
+    script = f"open({mark!r} + f'/up-{{RANK}}', 'w').write(os.environ['TOKEN'])\n"
+    script += f"while not os.path.exists({mark!r} + '/end'): time.sleep(0.05)\nsys.exit(RANK and 5)"
     process = start("-np", "2", "--engine", "gloo", "--env", "TOKEN", code=script, mark=mark, TOKEN="s3cret")
     wait_until(lambda: len(list(tmp_path.glob("up-*"))) == 2)
     assert not [one.pid for one in psutil.process_iter(["cmdline"]) if "s3cret" in " ".join(one.info["cmdline"] or [])]
+    (tmp_path / "end").touch()
     code, _, err, last = finish(process)
     assert (tmp_path / "up-0").read_text() == "s3cret"
     assert code == 5 and f"rank 1 on {HOST} ended with exit code 5" in last, err

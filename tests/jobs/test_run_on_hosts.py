@@ -99,7 +99,8 @@ AT_NIGHT = [pytest.param(("--interface", "eth0", *check), marks=pytest.mark.nigh
 @pytest.mark.parametrize("options", [(), *AT_NIGHT])
 def test_under_gloo_the_token_lies_in_a_private_file_and_one_address_is_listened_at(hosts, tmp_path, options):
     """Hosts that share their /tmp, as these do, see the same file."""
-    script = "import os, sys, time; open(sys.argv[1] + os.environ['HOROVOD_RANK'], 'w').close(); time.sleep(2)"
+    script = "import os, sys, time; open(sys.argv[1] + os.environ['HOROVOD_RANK'], 'w').close()\n"
+    script += "while not os.path.exists(sys.argv[1] + 'end'): time.sleep(0.05)"
     program = [sys.executable, "-c", script, str(tmp_path / "up-")]
     before = set(Path("/tmp").glob("hvdkit-run-*"))
     out = tmp_path / "out"
@@ -111,6 +112,7 @@ def test_under_gloo_the_token_lies_in_a_private_file_and_one_address_is_listened
     assert text.split()[2:] == ["10.77.0.1"] and listening(process.pid) == ["10.77.0.1"]
     words = [word for one in psutil.process_iter(["cmdline"]) for word in one.info["cmdline"] or []]
     assert not [word for word in words if text.split()[1] in word]
+    (tmp_path / "up-end").touch()
     assert process.wait(WAIT) == 0, out.read_text()
     assert not made.exists()
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from helpers.jobs import call, environment
+from helpers.jobs import call, environment, selected
 from helpers.jobs_that_fail import HVDKIT_LINE, LAUNCHERS, PATHS
 from helpers.speed import scaled
 
@@ -43,9 +43,8 @@ def run(kind, launcher):
 @pytest.fixture(scope="module")
 def endings(request):
     """Run the jobs of all selected tests, two at a time; yield their futures."""
-    chosen = [item.callspec.params for item in request.session.items if item.path == request.path]
     with ThreadPoolExecutor(2) as pool:
-        yield {(job["kind"], job["launcher"]): pool.submit(run, job["kind"], job["launcher"]) for job in chosen}
+        yield {job: pool.submit(run, *job) for job in selected(request, "kind", "launcher")}
 
 
 @pytest.mark.parametrize(("kind", "launcher", "code", "cause"), JOBS)

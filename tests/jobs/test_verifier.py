@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from helpers.jobs import GLOO, MPI, run
+from helpers.jobs import GLOO, MPI, run, selected
 from helpers.jobs_that_fail import PATHS
 
 SCRIPT = Path(__file__).with_name("unlike.py")
@@ -40,12 +40,9 @@ AT_NIGHT = ("shape", "extra")  # found as "dtype" is
 @pytest.fixture(scope="module")
 def jobs(request):
     """Run the jobs of all selected tests, two at a time since they mostly start or wait."""
-    items = [item for item in request.session.items if item.path == request.path]
-    chosen = {
-        item.callspec.params["kind"] for item in items if "jobs" in item.fixturenames and hasattr(item, "callspec")
-    }
+    kinds = [*NOTHING, *(kind for (kind,) in selected(request, "kind"))]
     with ThreadPoolExecutor(2) as pool:
-        yield {kind: pool.submit(run_unlike, kind, (KINDS | NOTHING)[kind][0]) for kind in (*chosen, *NOTHING)}
+        yield {kind: pool.submit(run_unlike, kind, (KINDS | NOTHING)[kind][0]) for kind in kinds}
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.nightly] * (k in AT_NIGHT)) for k in KINDS])

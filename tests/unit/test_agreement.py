@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from helpers.cases import case
+from helpers.speed import WAIT
 
 from hvdkit.cluster.agreement import agree, compare, find_outlier, gather
 from hvdkit.errors import CheckpointError, ClusterError, CollectiveMismatchError, CorruptCheckpointError
@@ -25,9 +26,9 @@ class Exchange:
     def allgather_bytes(self, data, name):
         self.count += 1
         self._parts[self.index] = data
-        self._barrier.wait(timeout=60)
+        self._barrier.wait(timeout=WAIT)
         found = list(self._parts)
-        self._barrier.wait(timeout=60)
+        self._barrier.wait(timeout=WAIT)
         return found
 
 

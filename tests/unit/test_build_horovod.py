@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import time
 import zipfile
 from email.message import Message
 from itertools import product
@@ -22,7 +21,7 @@ from pathlib import Path
 import pytest
 from helpers.cases import case
 from helpers.jobs import words
-from helpers.speed import WAIT
+from helpers.speed import WAIT, wait_until
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
 from packaging.version import Version
@@ -375,10 +374,7 @@ def test_an_interrupt_ends_the_build_and_leaves_nothing(wheel: Path, tmp_path: P
     )
     assert build.stderr is not None
     assert "fetch the build tools" in build.stderr.readline()
-    until = time.monotonic() + WAIT
-    while not list(tmp_path.glob("cache/*/build.log")) and time.monotonic() < until:
-        time.sleep(0.05)
-    time.sleep(0.3)
+    wait_until(lambda: list(tmp_path.glob("cache/*/build.log")))
     build.send_signal(signal.SIGINT)
     _, rest = build.communicate(timeout=WAIT)
     assert build.returncode == 130, rest
@@ -386,6 +382,7 @@ def test_an_interrupt_ends_the_build_and_leaves_nothing(wheel: Path, tmp_path: P
     assert {path.name for path in tmp_path.glob("cache/*/*")} <= {"lock", "build.log"}
 
 
+@pytest.mark.nightly
 def test_a_build_without_a_package_index_reaches_the_compiler(archive: Path, tmp_path: Path) -> None:
     download = [*pip_command(), "download", "--quiet", "--dest", str(tmp_path / "wheels"), *BUILD_TOOLS, CMAKE]
     subprocess.run(download, check=True)

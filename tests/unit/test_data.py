@@ -215,6 +215,8 @@ def test_concatenated_takes_slices_and_refuses_strange_indices():
     for key in (np.array([-1]), np.array([8]), 3):
         with pytest.raises(IndexError, match="from 0 to 7"):
             rows[key]
+    with pytest.raises(IndexError, match="expected a slice or integers"):
+        rows[np.arange(8) > 4]  # a mask is not taken for indices
 
 
 def test_concatenated_names_what_differs():

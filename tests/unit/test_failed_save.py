@@ -20,15 +20,16 @@ SIZE, SLOW, FULL = 3, 1, 2
 
 
 class Disk(Snapshot):
-    """The writes of one rank: slow on rank 1, and to a full disk on rank 2."""
+    """The writes of one rank: on rank 1 until the others know of a failure, and to a full disk on rank 2."""
 
     rank: int
+    failure_is_known = threading.Event()
 
     def shard_tensors(self) -> list[OutgoingTensor]:
         def rows(start: int, stop: int) -> np.ndarray:
             if self.rank == FULL:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            time.sleep(0.5 if self.rank == SLOW else 0)
+            assert self.rank != SLOW or self.failure_is_known.wait(WAIT)
             return np.ones((stop - start, 2), np.float32)
 
         return [OutgoingTensor("own", np.dtype(np.float32), (4, 2), rows)]
@@ -46,6 +47,9 @@ def test_the_rank_that_failed_is_named_and_not_one_that_was_still_writing(tmp_pa
     deadline = time.monotonic() + WAIT
     while len(told) < SIZE and time.monotonic() < deadline:
         reports = [progress_of(save) for save in saves]  # what the ranks exchange
+        if reports[FULL].failure is not None:
+            assert Disk.failure_is_known.is_set() or not reports[SLOW].done
+            Disk.failure_is_known.set()
         for save in saves:
             try:
                 assert not all_ranks_done(save, reports)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import stat
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import pytest
-from helpers.speed import WAIT
+from helpers.speed import WAIT, wait_until
 
 from hvdkit.commands.run import secret
 from hvdkit.commands.run.attempt import Signals
@@ -119,7 +119,7 @@ def test_a_line_for_a_full_pipe_that_does_not_block_is_written_to_its_end(monkey
     found = []
 
     def read() -> None:
-        time.sleep(0.2)
+        wait_until(lambda: not select.select([], [writer], [], 0)[1])  # the pipe is full
         with os.fdopen(reader, "rb") as file:
             found.append(file.read())
 

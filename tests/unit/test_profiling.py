@@ -284,7 +284,7 @@ def test_clocks_of_other_hosts_are_known_within_their_error(monkeypatch):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(WAIT)
     first, other, same = result[0]
     assert first == same == (0, 0)
     assert abs(other.offset - ahead[1]) <= other.error < 1_000_000_000

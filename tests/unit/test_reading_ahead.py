@@ -38,7 +38,7 @@ def reading_threads():
 
 def wait_for_end(threads):
     for thread in threads:
-        thread.join(60)
+        thread.join(WAIT)
     assert not any(thread.is_alive() for thread in threads)
 
 

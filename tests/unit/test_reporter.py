@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from helpers.speed import WAIT
+
 import hvdkit
 from hvdkit.cluster import logs, tensorflow_loading
 from hvdkit.watchdog.uncaught import cause_of
@@ -32,14 +34,20 @@ while not rank._sentinel:
     time.sleep(0.01)
 """
 NO_FILES = """
-held = []
+class Said(logging.Handler):
+    def emit(self, record):
+        global said
+        said = said or "no sentinel can be started" in record.getMessage()
+said, held = False, []
+logging.getLogger().addHandler(Said())  # after the one that writes
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 try:
     while True:
         held.append(os.open(os.devnull, os.O_RDONLY))
 except OSError:
     os.kill(rank._sentinel, signal.SIGKILL)
-time.sleep(3)
+while not said:
+    time.sleep(0.01)
 print("the rank goes on", flush=True)
 """
 NO_TEMPORARY_FILES = """
@@ -80,7 +88,7 @@ print("it goes on", flush=True)
 
 def run(script: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", RANK + script + "\nos._exit(0)"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=WAIT, check=False)
 
 
 def test_a_sentinel_that_cannot_be_replaced_does_not_end_the_rank():
