@@ -49,8 +49,6 @@ def tier_of(item: pytest.Item) -> str:
     for mark in item.iter_markers():
         if mark.name in _OF_TESTS:
             return mark.name
-        if mark.name == "contract":
-            return "core"
     return "core" if "unit" in item.path.parts else "full"
 
 
@@ -62,7 +60,7 @@ def ranks_of(item: pytest.Item) -> tuple[int, ...]:
             raise pytest.UsageError(f"{item.nodeid}: ranks(...) is a mark of tests/parallel; remove it")
         return (1,)
     if mark is None:
-        return (1, 2, 3, 4) if item.get_closest_marker("contract") else (2,)
+        return (2,)
     if not mark.args or not all(isinstance(n, int) and 1 <= n <= 4 for n in mark.args):
         raise pytest.UsageError(f"{item.nodeid}: got ranks{mark.args}, expected numbers from 1 to 4, e.g. ranks(2, 3)")
     return mark.args

@@ -84,9 +84,6 @@ def pytest_configure(config: pytest.Config) -> None:
     steps = Steps()
     config.stash[STEPS] = steps
     config.option.basetemp = str(steps.folder / f"tmp-{CLUSTER.rank}")
-    config.addinivalue_line("markers", "ranks(*numbers): the numbers of ranks at which the test runs; 2 by default")
-    config.addinivalue_line("markers", "core: part of the ten-minute tier")
-    config.addinivalue_line("markers", "nightly: runs only at night")
     faulthandler.register(signal.SIGTERM, steps.stacks, all_threads=True, chain=True)
 
 

@@ -110,10 +110,8 @@ def layers_of_all_kinds():
 def test_layers_are_made_again_by_keras(number):
     layer = layers_of_all_kinds()[number]
     registered = {name for name in keras.saving.get_custom_objects() if name.startswith("hvdkit>")}
-    assert (
-        registered == {f"hvdkit>{name}" for name in registration.LAYERS}
-        and f"hvdkit>{type(layer).__name__}" in registered
-    )
+    assert {f"hvdkit>{name}" for name in registration.LAYERS} <= registered
+    assert f"hvdkit>{type(layer).__name__}" in registered
     for again in (
         keras.layers.deserialize(keras.layers.serialize(layer)),
         keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(layer)),

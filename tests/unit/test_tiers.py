@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -97,5 +98,7 @@ def test_an_unknown_tier_or_mark_is_an_error(tmp_path, arguments, words):
         "--override-ini",
         f"pythonpath={runner.ROOT / 'tests'}",
     ]
-    result = subprocess.run([*command, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False)
+    environment = {name: value for name, value in os.environ.items() if name != "HVDKIT_TEST_RECORDS"}
+    run = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "check": False}
+    result = subprocess.run([*command, *arguments], **run)
     assert result.returncode != 0 and words in result.stdout + result.stderr
