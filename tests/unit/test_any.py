@@ -10,8 +10,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
-from helpers.cases import case
-
 PACKAGE = Path(__file__).resolve().parents[2] / "hvdkit"
 # What stays ``Any``, by reason. Patterns of module, function and parameter; the last is "return" for a result.
 STAYS_ANY = {
@@ -131,6 +129,5 @@ def test_the_check_sees_any():
         ("f(a: Mapping[str, Any] | Any) -> Iterator[tuple[int, Any]]", ["a", "return"]),
         ("_f(a: Any) -> Any", []),
     ):
-        with case(signature=signature, names=names):
-            (node,) = ast.parse(f"def {signature}: ...").body
-            assert list(untyped(Definition("hvdkit.m", node))) == [f"m.f.{name}" for name in names]
+        (node,) = ast.parse(f"def {signature}: ...").body
+        assert list(untyped(Definition("hvdkit.m", node))) == [f"m.f.{name}" for name in names], signature

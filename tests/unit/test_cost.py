@@ -70,13 +70,12 @@ def test_buckets_hide_what_passes_while_the_rank_computes():
 
 
 def test_every_gradient_travels_once():
+    nbytes = [3, 9, 1, 20, 5, 5, 40]
     for limit in (1, 8, 30, 10**9):
-        with case(limit=limit):
-            nbytes = [3, 9, 1, 20, 5, 5, 40]
-            cut = buckets(nbytes, limit)
-            assert list(itertools.chain(*cut)) == list(reversed(range(7)))
-            assert all(sum(nbytes[i] for i in bucket) >= limit for bucket in cut) or len(cut) == 1
-            assert buckets([], limit) == []
+        cut = buckets(nbytes, limit)
+        assert list(itertools.chain(*cut)) == list(reversed(range(7))), limit
+        assert all(sum(nbytes[i] for i in bucket) >= limit for bucket in cut) or len(cut) == 1, limit
+        assert buckets([], limit) == [], limit
 
 
 def test_scaling_from_a_file(tmp_path, capsys):
@@ -93,6 +92,9 @@ def test_scaling_from_a_file(tmp_path, capsys):
 
 
 def test_what_cannot_be_planned(tmp_path, capsys):
+    MEASURED.save(tmp_path / "FILE")
+    (tmp_path / "OTHER").write_text("{}")
+    (tmp_path / "PART").write_text('{"format": 1}')
     for arguments, words in (
         ([], "--tables, --measured: got neither"),
         (["--tables", "a:3x2", "--measured", "FILE"], "--tables, --measured: got both"),
@@ -104,16 +106,8 @@ def test_what_cannot_be_planned(tmp_path, capsys):
         (["--measured", "OTHER"], "is not such a file"),
         (["--measured", "PART"], "lacks a part"),
     ):
-        with case(arguments=arguments, words=words):
-            files = {
-                "FILE": MEASURED.save,
-                "OTHER": lambda p: p.write_text("{}"),
-                "PART": lambda p: p.write_text('{"format": 1}'),
-            }
-            for name, make in files.items():
-                make(tmp_path / name)
-            assert main(["plan", *(str(tmp_path / a) if a in files else a for a in arguments)]) == 2
-            assert words in capsys.readouterr().err
+        assert main(["plan", *(str(tmp_path / a) if a.isupper() else a for a in arguments)]) == 2, arguments
+        assert words in capsys.readouterr().err, arguments
 
 
 def test_tuned_settings_yield_to_the_environment(tmp_path, monkeypatch):

@@ -1,9 +1,11 @@
-"""Pairwise parameters: every pair of values is in a case, and there are few cases."""
+"""Pairwise parameters: every pair of values is in a case, and there are few cases; loops name the case that failed."""
 
 from __future__ import annotations
 
 from itertools import combinations, product
 
+import pytest
+from helpers.cases import case
 from helpers.pairwise import covering, pairs, pairwise, printed, some_at
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,8 +36,8 @@ def test_a_mark_names_the_values():
 
 
 def test_every_eighth_case_runs_at_more_numbers_of_ranks():
-    cases = some_at((3, 1), [(number,) for number in range(9)])
-    marks = {case.values: [mark.args for mark in case.marks] for case in cases}
+    listed = some_at((3, 1), [(number,) for number in range(9)])
+    marks = {each.values: [mark.args for mark in each.marks] for each in listed}
     assert marks.pop((0,)) == marks.pop((8,)) == [(1, 2, 3)] and not any(marks.values())
 
 
@@ -44,3 +46,13 @@ def test_the_last_line_printed_is_the_case_that_failed(capsys):
         if (dtype, n) == ("b", 1):
             break
     assert capsys.readouterr().out.splitlines()[-1] == "case: ('b', 1)"
+
+
+def test_an_error_in_a_loop_names_its_case():
+    with pytest.raises(AssertionError, match=r"^in the case n=2, kind='a': AssertionError: too few"):
+        for n in (3, 2, 1):
+            with case(n=n, kind="a"):
+                assert n > 2, "too few"
+    with pytest.raises(AssertionError, match=r"^in the case n=1: Failed: DID NOT RAISE"), case(n=1):
+        with pytest.raises(ValueError, match="x"):
+            pass

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import keras
 import tensorflow as tf
-from helpers.cases import case
 
 import hvdkit
 from hvdkit.cluster.progress import folder_of, is_user_file, source_line
@@ -27,8 +26,7 @@ def test_lines_of_the_user():
         "<stdin>",
         __file__,
     ):
-        with case(file=file):
-            assert is_user_file(file)
+        assert is_user_file(file), file
 
 
 def test_lines_of_libraries():
@@ -39,8 +37,7 @@ def test_lines_of_libraries():
         contextlib.__file__,
         "/tmp/__autograph_generated_file1.py",
     ):
-        with case(file=file):
-            assert not is_user_file(file)
+        assert not is_user_file(file), file
 
 
 def test_the_line_is_that_of_the_caller():

@@ -136,9 +136,9 @@ def test_one_function_after_another_with_lines_in_common():
 
 
 def test_one_more_is_found_whatever_comes_first():
+    begun = [(1, "1", "a"), (1, "2", "more"), (1, "3", "b"), (0, "1", "a"), (0, "2", "b")]
     for order in ((0, 1, 2, 3, 4), (0, 2, 1, 3, 4), (3, 4, 0, 2, 1)):
         with case(order=order):
-            begun = [(1, "1", "a"), (1, "2", "more"), (1, "3", "b"), (0, "1", "a"), (0, "2", "b")]
             ranks = Ranks(2)
             for rank, key, line in (begun[place] for place in order):
                 ranks.begin(rank, key, "x", line)

@@ -28,8 +28,8 @@ MAKERS = {
 
 
 def test_a_value_belongs_to_one_object_and_goes_with_it():
-    for make in MAKERS.values():
-        with case(make=make):
+    for name, make in MAKERS.items():
+        with case(name=name):
             registry: WeakRegistry[str] = WeakRegistry()
             first, second = make(), make()  # variables overload ==, and are not hashable
             registry.set(first, "a")
