@@ -53,6 +53,6 @@ def test_an_error_in_a_loop_names_its_case():
         for n in (3, 2, 1):
             with case(n=n, kind="a"):
                 assert n > 2, "too few"
-    with pytest.raises(AssertionError, match=r"^in the case n=1: Failed: DID NOT RAISE"), case(n=1):
-        with pytest.raises(ValueError, match="x"):
-            pass
+    not_raised = pytest.raises(AssertionError, match=r"^in the case n=1: Failed: DID NOT RAISE")
+    with not_raised, case(n=1), pytest.raises(ValueError, match="x"):
+        pass
