@@ -8,7 +8,7 @@ from hvdkit import cluster
 from hvdkit.cluster.agreement import gather
 from hvdkit.supervisor.lockstep import lockstep
 
-pytestmark = pytest.mark.ranks(2, 3)
+pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.core]
 
 
 @pytest.fixture(autouse=True)

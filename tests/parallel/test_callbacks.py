@@ -20,6 +20,7 @@ def model_of(rate=0.0, **compile_options):
     return model
 
 
+@pytest.mark.core
 def test_metrics_count_every_sample_once(rank, size):
     """Rank r validates on 3 r rows, the chief on none: all ranks report the metrics of one process on all rows."""
     model = model_of()

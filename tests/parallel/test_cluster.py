@@ -18,7 +18,7 @@ from hvdkit.cluster.progress import progress
 from hvdkit.machine import launcher
 from hvdkit.machine.cores import available_cores
 
-pytestmark = pytest.mark.ranks(1, 2, 3)
+pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.core]
 
 
 def test_every_rank_knows_its_place(rank, size):

@@ -9,7 +9,7 @@ from helpers.pairwise import pairs, printed
 
 import hvdkit as hk
 
-pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+pytestmark = [pytest.mark.ranks(1, 2, 3, 4), pytest.mark.core]
 
 # 4 numbers are sent with the comparison of calls; 4,200 are more than 16 KiB in every dtype.
 SIZES = [4, 4_200]

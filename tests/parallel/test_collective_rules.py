@@ -13,7 +13,7 @@ import hvdkit as hk
 from hvdkit import cluster
 from hvdkit.collectives import calls, tensors
 
-pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+pytestmark = [pytest.mark.ranks(1, 2, 3, 4), pytest.mark.core]
 
 OVER_MPI = cluster.exchange().over_mpi
 SIZES = [3, 20_000]

@@ -7,7 +7,7 @@ from helpers.pairwise import pairs, printed
 
 import hvdkit as hk
 
-pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+pytestmark = [pytest.mark.ranks(1, 2, 3, 4), pytest.mark.core]
 
 # 3 numbers are sent with the comparison of the ranks; 20,000 are sent by Horovod whatever their dtype.
 SIZES = [3, 20_000]

@@ -107,6 +107,7 @@ def test_tensorflow2_mnist(rank, size):
     hk.compare_variables([*model.trainable_variables, *opt.variables])
 
 
+@pytest.mark.core
 def test_collectives_have_horovods_arguments(rank, size):
     x = tf.constant([float(rank)])
     assert hvd.allreduce(x, average=False).numpy()[0] == sum(range(size))

@@ -97,6 +97,7 @@ def test_an_update_is_one_exchange_of_all_gradients(options, expected, counts, s
     assert not counts.traced and counts.eager() == 0
 
 
+@pytest.mark.core
 def test_steps_that_only_add_up_exchange_nothing(counts, size):
     update = update_of(hk.DistributedOptimizer(opts.SGD(0.1), accumulate_steps=3))
     update(tf.constant(1.0))

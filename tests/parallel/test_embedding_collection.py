@@ -12,6 +12,8 @@ from helpers.pairwise import pairs, printed
 
 import hvdkit as hk
 
+pytestmark = pytest.mark.core
+
 Table = hk.layers.Table
 TABLES = [
     Table("users", 23, 8, features=("buyer", "seller")),

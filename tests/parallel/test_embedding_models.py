@@ -227,6 +227,7 @@ def two_tables(plan):
     return hk.layers.ShardedEmbeddingCollection(tables, dict.fromkeys(["t1", "t2"], plan), seed=1)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("plan", ["row", "column", "table", "replicated"])
 def test_a_feature_in_two_tables_has_an_output_for_each(plan, rank, size):
     layer = two_tables(plan)

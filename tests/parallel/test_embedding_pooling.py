@@ -145,6 +145,7 @@ def test_odd_shapes_and_dtypes_of_ids(combiner, placement, traced, rank):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("placement", ["row", "div", "column", "table", "replicated"])
 def test_fewer_rows_or_columns_than_ranks(placement, rank, size):
     rows, width = {"row": (1, 1), "div": (2, 5), "column": (5, 1), "table": (1, 1), "replicated": (1, 1)}[placement]

@@ -39,6 +39,7 @@ def rows_of(batch):
     return batch["x"], batch["y"]
 
 
+@pytest.mark.core
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("options", [{"shuffle_seed": 1}, OPTIONS])
 def test_ranks_read_the_global_batches_together(shared_path, options):
@@ -101,6 +102,7 @@ def test_ranks_that_see_other_files_are_named(tmp_path, rank, size):
         hk.data.npy(tmp_path)
 
 
+@pytest.mark.core
 def test_a_damaged_file_is_an_error_on_every_rank(shared_path, rank, size):
     write(shared_path)
     if hk.is_chief():

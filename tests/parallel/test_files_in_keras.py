@@ -133,6 +133,7 @@ def test_keras_methods_equal_one_process(rows, count, function, options):
     np.testing.assert_allclose(hk.predict(many, unlabelled, verbose=0), wanted, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.core
 def test_the_rows_of_a_loop_with_filler(rows):
     """Weights, mask and filler of ragged columns and text, as tensors."""
     options = {"shuffle_seed": 3, "as_tensors": True, "with_sample_weight": True, "epochs": 1}

@@ -10,6 +10,8 @@ from helpers.as_one import raises_on_several
 
 import hvdkit as hk
 
+pytestmark = pytest.mark.core
+
 opts = keras.optimizers
 
 

@@ -126,6 +126,7 @@ def test_optimizers_of_sets_train_apart(which, make, op, accumulate, clip, sets,
     assert len({v.tobytes() for v in hk.allgather(ours[0].numpy()[None], process_set=one)}) == 1
 
 
+@pytest.mark.core
 def test_an_overflow_concerns_its_set_alone(sets, rank, size):
     one, variable = sets["by turns"], keras.Variable([1.0])
     optimizer = hk.DistributedOptimizer(opts.LossScaleOptimizer(opts.SGD(1.0), initial_scale=2.0), process_set=one)

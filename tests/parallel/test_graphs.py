@@ -8,6 +8,8 @@ import tensorflow as tf
 import hvdkit as hk
 from hvdkit.watchdog.flight_recorder import FlightReader, recorder
 
+pytestmark = pytest.mark.core
+
 
 def test_two_calls_in_one_function_do_not_meet(rank, size):
     """As in a GAN's step, with two models, two tapes and two optimizers."""

@@ -38,6 +38,7 @@ class StopsAlone(keras.callbacks.Callback):
         self.model.stop_training = hk.rank() == hk.size() - 1
 
 
+@pytest.mark.core
 def test_one_rank_that_raises_or_stops_alone_is_an_error_on_all(rng):
     x, y = line(rng)
     last = hk.rank() == hk.size() - 1

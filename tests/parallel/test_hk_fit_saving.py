@@ -28,6 +28,7 @@ def test_all_ranks_save_one_file_and_load_it(name, shared_path):
     assert [file.name for file in shared_path.iterdir()] == [name]
 
 
+@pytest.mark.core
 def test_the_chief_may_save_alone(shared_path):
     model = trained()
     Witness.path = path = shared_path / "model.keras"

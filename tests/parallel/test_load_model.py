@@ -68,6 +68,7 @@ def test_training_goes_on_as_if_never_saved(saved_by, rank, size, shared_path):
     same_values(values(loaded), values(model), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.core
 def test_gradients_are_combined_and_ranks_begin_equal(rank, size, tmp_path):
     model = fit(model_of(opts.Adam(0.01)))
     model.layers[0].kernel.assign_add(np.full((4, 3), float(rank), "f4"))

@@ -8,7 +8,7 @@ from helpers.pairwise import printed
 
 import hvdkit as hk
 
-pytestmark = pytest.mark.ranks(2, 3)
+pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.core]
 
 LARGE = 20_000
 

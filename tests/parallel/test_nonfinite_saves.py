@@ -94,6 +94,7 @@ def test_the_variable_the_rank_and_the_step_are_named(shared_path, rank, size, w
         assert all(np.isfinite(keras.ops.convert_to_numpy(v)).all() for v in again.model.variables)
 
 
+@pytest.mark.core
 def test_a_job_that_goes_on_warns_and_keeps_the_checkpoint_before(shared_path, monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("hvdkit"), "propagate", True)
     run = Run()

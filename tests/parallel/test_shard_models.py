@@ -40,6 +40,7 @@ def test_a_recommender_learns_what_was_planted(capfd):
     assert len(set(hk.allgather_object((loss, area)))) == 1
 
 
+@pytest.mark.core
 def test_its_metrics_count_every_example_once():
     """The AUC over all ranks equals that of one process on the same examples."""
     data = inputs.planted_clicks(3001, features=3, rows=50)

@@ -9,7 +9,7 @@ from helpers.pairwise import pairs, printed
 
 import hvdkit as hk
 
-pytestmark = pytest.mark.ranks(1, 2, 3)
+pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.core]
 
 # (rows of the table, width): tiny tables are sent dense with the other gradients; fewer rows than ranks; a large
 # width; large tables, sent in the cheaper of both forms.

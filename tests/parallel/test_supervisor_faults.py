@@ -114,6 +114,7 @@ def test_retention_never_leaves_damaged_checkpoints_alone(shared_path):
     assert hk.checkpoint.latest(shared_path / "run") == folder / "step-000000031"
 
 
+@pytest.mark.core
 def test_a_checkpoint_that_was_repaired_is_used_again(shared_path):
     trained(shared_path / "run")
     newest = shared_path / "run" / "checkpoints" / "step-000000004"
