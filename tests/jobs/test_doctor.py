@@ -56,6 +56,7 @@ def whole() -> tuple[int, dict[str, dict]]:
     return run_doctor(Path(sys.executable), "-np", "1", "--timeout", f"{WAIT:g}")
 
 
+@pytest.mark.core
 def test_this_environment_can_train(whole):
     code, findings = whole
     problems = {name: found for name, found in findings.items() if found["status"] == "problem"}
@@ -77,6 +78,7 @@ def test_text_is_one_screen_without_colours(whole):
     assert shown.rstrip().splitlines()[-1].startswith("Training can start")
 
 
+@pytest.mark.core
 def test_with_nothing_installed_it_names_each_remedy(tmp_path):
     python = make_environment(tmp_path / "empty", *HEAVY)
     code, findings = run_doctor(python, PATH="/nonexistent")

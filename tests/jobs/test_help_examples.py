@@ -102,6 +102,7 @@ def shell(command, folder):
     return call(["bash", "-ec", command], cwd=folder, env=env, stderr=subprocess.STDOUT)
 
 
+@pytest.mark.core
 def test_each_command_is_run_here_or_by_another_file():
     found = help_examples()
     assert {*EXAMPLES, TUNE, *ELSEWHERE} <= {*found}

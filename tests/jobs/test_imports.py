@@ -11,11 +11,13 @@ HEAVY = ("tensorflow", "keras", "horovod", "mpi4py")
 CHATTER = re.compile(r"^\[1,(\d+)\]<stderr>:.*(?:oneDNN|cpu_feature_guard|absl::InitializeLog|To enable)", re.MULTILINE)
 
 
+@pytest.mark.core
 def test_a_plain_import_loads_nothing_heavy():
     job = run(f"import sys, hvdkit as hk; dir(hk); print([m for m in {HEAVY} if m in sys.modules])")
     assert (job.code, job.output) == (0, "[]\n")
 
 
+@pytest.mark.core
 def test_hvdkit_imports_where_none_of_them_is_installed():
     job = run(
         without(*HEAVY) + "import hvdkit as hk; print(hk.__version__, issubclass(hk.ClusterError, hk.HvdkitError))"
@@ -30,6 +32,7 @@ def test_the_first_use_names_the_command_that_brings_what_is_missing():
         assert job.code == 0 and f"! {missing}" in job.output and command in job.output, job.output
 
 
+@pytest.mark.core
 def test_one_process_needs_no_mpi():
     job = run(
         without("mpi4py")

@@ -61,6 +61,7 @@ HUGE = "glibc.malloc.hugetlb=1"  # pages
 SLEEPER = "subprocess.Popen(['sleep', '4000'])\nprint('up', flush=True)\n"
 
 
+@pytest.mark.core
 def test_output_logs_and_environment(tmp_path):
     code = (
         "for number in range(300):\n"
@@ -82,6 +83,7 @@ def test_output_logs_and_environment(tmp_path):
     assert sorted(err.splitlines()) == [f"[rank {rank}] other s3cret None {HUGE}" for rank in range(3)]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("failure", "code", "words"),
     [
@@ -105,6 +107,7 @@ def test_the_first_rank_that_fails_is_named_and_nothing_is_left(tmp_path, failur
     wait_until(lambda: not left(mark))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("number", "code"),
     [
@@ -233,6 +236,7 @@ def test_a_reader_that_pauses_for_longer_than_the_heartbeat_loses_nothing(tmp_pa
     assert numbers == {0: list(map(str, range(40_000))), 1: list(map(str, range(30)))}
 
 
+@pytest.mark.core
 def test_it_starts_again_and_says_so(tmp_path):
     script = (
         f"tries = {str(tmp_path)!r} + f'/tries-{{RANK}}'\nopen(tries, 'a').write('x')\n"

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 from helpers.jobs import BIN, call, environment, words
 from helpers.speed import WAIT
 
@@ -39,6 +40,7 @@ def ranks_of(process):
     ]
 
 
+@pytest.mark.core
 def test_a_run_is_killed_stopped_continued_with_fewer_ranks_and_inspected(tmp_path):
     logdir = tmp_path / "line"
     flags = ["--logdir", str(logdir), "--save-model-secs", "0.5", "--sleep", "0.02", "--epochs", "40"]

@@ -47,6 +47,7 @@ def endings(request):
         yield {job: pool.submit(run, *job) for job in selected(request, "kind", "launcher")}
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("kind", "launcher", "code", "cause"), JOBS)
 def test_files_finally_clauses_and_handlers(endings, kind, launcher, code, cause):
     got, output, found = endings[kind, launcher].result()

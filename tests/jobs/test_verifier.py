@@ -45,6 +45,7 @@ def jobs(request):
         yield {kind: pool.submit(run_unlike, kind, (KINDS | NOTHING)[kind][0]) for kind in kinds}
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.nightly] * (k in AT_NIGHT)) for k in KINDS])
 def test_the_lines_that_differ(jobs, kind):
     job = jobs[kind].result()
@@ -53,6 +54,7 @@ def test_the_lines_that_differ(jobs, kind):
     assert re.search(words, job.output), job.output
 
 
+@pytest.mark.core
 def test_ranks_that_do_alike_are_left_alone(jobs):
     job = jobs["nothing"].result()
     assert job.code == 0 and job.output.count("trained") == 2 and "hvdkit:" not in job.output, job.output
