@@ -2,6 +2,7 @@
 
 import http.server
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -22,7 +23,7 @@ from helpers.speed import WAIT
 
 import hvdkit as hk
 from hvdkit.data import GlobalBatches
-from hvdkit.data.files import filesystems, listing, remote_cache
+from hvdkit.data.files import filesystems, listing, reading_ahead, remote_cache
 
 ROWS = 30_000
 
@@ -43,18 +44,22 @@ class Server(http.server.ThreadingHTTPServer):
     Attributes:
         refusals: The number of requests for a file's size that will be answered with an error.
         failures: The number of requests for data that will be answered with an error, or cut off half way.
+        has_tags: Whether answers have an ETag.
         page: Of the folder, if not the links to its files.
         requests: The number of requests for data so far.
         ranges: How often each range of each file was requested.
         status: Of the answers that are errors.
         manner: How data are sent: "at once"; "slowly", a byte at a time; "half", then nothing, but the connection stays
-            open; "whole", without ranges.
+            open; "whole", without ranges. In other answers, one thing is not as requested: "from 0" and "shifted" send
+            another range, as their headers say; "total" and "tag" are of another version of the file; "unnamed" has no
+            Content-Range, "compressed" a Content-Encoding.
         slow: The number of requests for which the manner applies.
     """
 
     daemon_threads = True
     failures = requests = refusals = 0
     page = ""
+    has_tags = True
     status, manner, slow = 503, "at once", 10**6
 
     def __init__(self, folder):
@@ -100,6 +105,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if with_data and "Range" in self.headers and manner != "whole":
             first, last = self.headers["Range"].removeprefix("bytes=").split("-")
             start, stop = int(first), min(stop, int(last) + 1)
+        if with_data and manner in ("from 0", "shifted"):
+            moved = start if manner == "from 0" else min(start, 64)
+            start, stop = start - moved, stop - moved
         if with_data:
             self.server.requests += 1
             self.server.ranges[path.name, start] += 1
@@ -108,11 +116,17 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 if self.server.failures % 2:
                     self.send_error(self.server.status)
                     return
-        self.send_response(206 if with_data else 200)
+        is_part = "Range" in self.headers and manner != "whole"
+        self.send_response(206 if is_part else 200)
         self.send_header("Content-Length", str(stop - start))
         self.send_header("Accept-Ranges", "bytes")
-        self.send_header("ETag", f'"{path.stat().st_mtime_ns}"')
-        self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(data)}")
+        if self.server.has_tags:
+            self.send_header("ETag", f'"{path.stat().st_mtime_ns + (manner == "tag")}"')
+        self.send_header("Last-Modified", self.date_time_string(path.stat().st_mtime))
+        if manner == "compressed":
+            self.send_header("Content-Encoding", "gzip")
+        if is_part and manner != "unnamed":
+            self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(data) + (manner == 'total')}")
         self.end_headers()
         if with_data:
             cut = (start + stop) // 2 if self.server.failures or manner == "half" else stop
@@ -227,6 +241,62 @@ def test_a_server_without_ranges_has_a_remedy(server):
     with pytest.raises(hk.DataError, match=r"a\.parquet .*does not know ranges.*copy the files"):
         hk.data.parquet(server.url("a.parquet"))
     assert server.requests == 1
+
+
+OTHER_ANSWERS = {
+    "from 0": "an answer with 'bytes 0-",
+    "shifted": "an answer with 'bytes 16320-",
+    "total": "has changed since it was listed",
+    "tag": "has changed since it was listed: its tag was",
+    "unnamed": "does not know ranges",
+    "compressed": "compresses what it sends",
+}
+
+
+@pytest.fixture
+def stored(server, monkeypatch):
+    """Return the URLs of an array of 16 chunks: over HTTP, and of the same server as a store."""
+    import s3fs
+
+    s3fs.S3FileSystem.clear_instance_cache()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url("").rstrip("/"))
+    (server.folder / "bucket").mkdir()
+    np.save(server.folder / "bucket" / "a.npy", np.arange(2**15))
+    yield server.url("bucket/a.npy"), "s3://bucket/a.npy"
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_an_answer_of_another_range_or_version_is_an_error(server, stored, cache):
+    for url in stored:
+        for manner, text in OTHER_ANSWERS.items():
+            server.manner, server.slow = "at once", 10**6
+            shutil.rmtree(cache, ignore_errors=True)
+            source = hk.data.npy(url)
+            server.manner = manner
+            if url.startswith("s3") and manner == "compressed":
+                continue  # botocore does not decode what it receives
+            before = server.requests
+            with pytest.raises(hk.DataError, match=re.escape(text)) as error:
+                ids_of_array(source)
+            assert url in str(error.value)
+            assert server.requests - before <= 1 + 2 * reading_ahead.threads()  # each batch asks once
+            server.manner = "at once"
+            assert ids_of_array(hk.data.npy(url)) == [*range(2**15)]  # what was wrong is not in the cache
+
+
+def ids_of_array(source):
+    return np.concatenate([*GlobalBatches(source, 1024, rank=0, size=1, epochs=1)]).tolist()
+
+
+def test_a_server_that_has_no_tags_is_asked_for_the_time(server, stored):
+    server.has_tags = False
+    url, path = stored[0], server.folder / "bucket" / "a.npy"
+    assert ids_of_array(hk.data.npy(url)) == [*range(2**15)]
+    np.save(path, np.arange(2**15) + 1)
+    os.utime(path, (0, 0))
+    assert ids_of_array(hk.data.npy(url)) == [*range(1, 2**15 + 1)]
 
 
 def test_a_file_that_changes_under_the_run_is_named(server):

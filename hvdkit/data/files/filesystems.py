@@ -9,7 +9,7 @@ from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hvdkit.data.files.program_end import pause, require_running
-from hvdkit.errors import describe
+from hvdkit.errors import DataError, describe
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -63,7 +63,7 @@ def retrying(
         wait=tenacity.wait_random_exponential(0.1, LONGEST_WAIT),
         sleep=pause,
         retry=tenacity.retry_if_not_exception_type(
-            (FileNotFoundError, InterruptedError, PermissionError, ValueError, TypeError)
+            (DataError, FileNotFoundError, InterruptedError, PermissionError, ValueError, TypeError)
         ),
         reraise=True,
     )

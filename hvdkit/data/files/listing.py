@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _WILDCARDS = re.compile(r"[*?[]")
 _LISTING = 10  # times as long: a folder of a store may have a million files
+# What a file system reports of a file's version: local ones have the first.
+_VERSIONS = "mtime", "ETag", "etag", "LastModified", "Last-Modified", "updated"
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
@@ -171,7 +173,7 @@ def disappeared(file: File, error: FileNotFoundError) -> DataError:
 
 
 def _file(filesystem: AbstractFileSystem, name: str, info: dict[str, Any]) -> File:
-    version = next((info[key] for key in ("mtime", "ETag", "etag", "LastModified", "updated") if info.get(key)), "")
-    return File(
-        name if is_local(filesystem) else filesystem.unstrip_protocol(name), int(info["size"] or 0), str(version)
-    )
+    url = name if is_local(filesystem) else filesystem.unstrip_protocol(name)
+    if info["size"] is None:
+        raise DataError(f"{url}: its server does not report its size; copy the files to a disk")
+    return File(url, int(info["size"]), str(next((info[key] for key in _VERSIONS if info.get(key)), "")))

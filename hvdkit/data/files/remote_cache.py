@@ -21,9 +21,10 @@ import platformdirs
 import xxhash
 
 from hvdkit.cluster.logs import get_logger
-from hvdkit.data.files.filesystems import number_setting, retrying, shown
+from hvdkit.data.files.filesystems import number_setting, shown
 from hvdkit.data.files.listing import File, disappeared, require_unchanged
 from hvdkit.data.files.program_end import pause
+from hvdkit.data.files.ranges import read_range
 from hvdkit.errors import DataError
 
 _OWN_FILES = re.compile(r"[0-9a-f]{32}|\.[0-9a-f]{32}\.[0-9a-f]{8}")  # chunks, and those that are being written
@@ -32,6 +33,8 @@ _DEFAULT_GB = 20.0
 # After so many chunks written by this process, old ones are looked for. The limit may be exceeded by as many per rank.
 _BETWEEN_SWEEPS = 16
 _ABANDONED = 3600  # seconds after which a temporary file is that of a process that was killed
+# Instead of the version of a file whose server gives none: its chunks serve this process only, as it may be replaced.
+_UNKNOWN_VERSION = secrets.token_hex(8)
 _LONGEST_TURN = 30  # seconds to wait for another process that reads the same chunk
 _written = 0
 _has_warned = False
@@ -58,7 +61,8 @@ def read(filesystem: Any, name: str, file: File, start: int, size: int) -> bytes
 
 def _chunk(filesystem: Any, name: str, file: File, number: int) -> bytes:
     start, stop = number * _CHUNK, min((number + 1) * _CHUNK, file.size)
-    path = folder() / xxhash.xxh3_128_hexdigest(f"{file.url} {file.size} {file.version} {number}".encode())
+    version = file.version or _UNKNOWN_VERSION
+    path = folder() / xxhash.xxh3_128_hexdigest(f"{file.url} {file.size} {version} {number}".encode())
     if (kept := _kept(path, stop - start)) is not None:
         return kept
     with _turn(path):
@@ -109,24 +113,15 @@ def _turn(path: Path) -> Iterator[None]:
 
 def _download(filesystem: Any, name: str, file: File, start: int, stop: int) -> bytes:
     """Return bytes of a remote file, which has not changed until then."""
-    where = f"bytes {start} to {stop} of {file.url}"
-
-    def attempt(**options: Any) -> bytes:
-        data = filesystem.cat_file(name, start=start, end=stop, **options)
-        if len(data) > stop - start:
-            raise ValueError(f"the server does not know ranges and sent {len(data)} bytes; copy the files to a disk")
-        if len(data) < stop - start:  # a connection that was closed early
-            raise ConnectionError(f"{len(data)} bytes instead of {stop - start}")
-        return data
-
     try:
-        data = retrying(filesystem, attempt)
+        data = read_range(filesystem, name, file, start, stop)
         require_unchanged(file, filesystem, name)
     except FileNotFoundError as error:
         raise disappeared(file, error) from error
     except DataError:
         raise
     except Exception as error:
+        where = f"bytes {start} to {stop} of {file.url}"
         raise DataError(f"{where} could not be read: {shown(error)}") from error
     return data
 
