@@ -49,8 +49,8 @@ def parquet(
     """Return the rows of Parquet files, for ``hk.data.GlobalBatches``.
 
     A batch is a dict of the columns: arrays ``[rows]``, or ``[rows, k]`` for lists of fixed size k; a
-    ``tf.RaggedTensor`` for other lists; arrays of bytes for strings. Times become integers in the column's unit,
-    missing floats become NaN.
+    ``tf.RaggedTensor`` for other lists; arrays of bytes for strings. Times become integers in the column's unit
+    (microseconds if they are stored as INT96), missing floats become NaN.
 
     Every rank must call this, with the same files; each reads the footers of a part of them.
 
@@ -67,7 +67,7 @@ def parquet(
     Raises:
         TypeError: ``columns`` is a single string.
         ValueError: No file was found, files have unlike columns, or a column does not exist.
-        DataError: A file is damaged.
+        DataError: A file is damaged, or a column encrypted.
         CollectiveMismatchError: Ranks see different files, or pass other arguments.
 
     Examples:

@@ -19,6 +19,13 @@ _READ_UNCHANGED = (
     pa.types.is_large_binary,
     pa.types.is_fixed_size_binary,
 )
+# The types of text that more than 2 GiB fit in, for those of which less does, or whose layout is another one.
+_LARGE = {
+    pa.string(): pa.large_string(),
+    pa.string_view(): pa.large_string(),
+    pa.binary(): pa.large_binary(),
+    pa.binary_view(): pa.large_binary(),
+}
 
 
 class Ragged(NamedTuple):
@@ -31,7 +38,8 @@ class Ragged(NamedTuple):
 def kind_of(column: pa.DataType) -> str:
     """Return a column's type as text: the same for all types that :func:`to_numpy` turns into the same arrays.
 
-    Writers choose between these by size: the indices of categories, and the offsets of strings and lists.
+    Writers choose between these by size: the indices of categories, and the offsets of strings and lists. Extension
+    types, such as UUIDs and tensors, are those of their values as stored.
 
     Example:
         >>> kind_of(pa.dictionary(pa.int8(), pa.large_string())), kind_of(pa.large_list(pa.int64()))
@@ -39,11 +47,17 @@ def kind_of(column: pa.DataType) -> str:
     """
     if pa.types.is_dictionary(column):
         return kind_of(column.value_type)
-    if pa.types.is_list(column) or pa.types.is_large_list(column):
+    if isinstance(column, pa.BaseExtensionType):
+        return kind_of(column.storage_type)
+    if pa.types.is_list(column) or pa.types.is_large_list(column) or _is_list_view(column):
         return f"list<{kind_of(column.value_type)}>"
     if pa.types.is_fixed_size_list(column):
         return f"list<{kind_of(column.value_type)}>[{column.list_size}]"
-    return str(column).removeprefix("large_")
+    return str(column).removeprefix("large_").removesuffix("_view")
+
+
+def _is_list_view(column: pa.DataType) -> bool:
+    return pa.types.is_list_view(column) or pa.types.is_large_list_view(column)
 
 
 def to_numpy(chunks: pa.ChunkedArray, fill: Any) -> np.ndarray | Ragged:
@@ -57,16 +71,31 @@ def to_numpy(chunks: pa.ChunkedArray, fill: Any) -> np.ndarray | Ragged:
     """
     if chunks.num_chunks == 1 and chunks.type.id in _NUMBERS and not chunks.null_count:
         return chunks.chunk(0).to_numpy()  # the usual case: the checks below take longer than this
-    array = chunks.combine_chunks()
-    if isinstance(array, pa.ChunkedArray):
-        array = array.chunk(0) if array.num_chunks else pa.array([], array.type)
-    return _to_numpy(array, fill)
+    arrays = [_to_numpy(chunk, fill) for chunk in chunks.chunks or [pa.nulls(0, chunks.type)]]
+    return arrays[0] if len(arrays) == 1 else _joined(arrays)
+
+
+def _joined(arrays: Sequence[np.ndarray | Ragged]) -> np.ndarray | Ragged:
+    """Return the chunks of a column as one; Arrow cannot join those of more than 2 GiB of text."""
+    if not isinstance(arrays[0], Ragged):
+        return np.concatenate(arrays)
+    lengths = [np.diff(each.splits) for each in arrays if isinstance(each, Ragged)]
+    values = [each.values for each in arrays if isinstance(each, Ragged)]
+    return Ragged(np.concatenate(values), np.concatenate([[0], np.cumsum(np.concatenate(lengths))]))
 
 
 def _to_numpy(array: pa.Array, fill: Any) -> np.ndarray | Ragged:
     kind = array.type
+    if isinstance(array, pa.ExtensionArray):
+        return _to_numpy(array.storage, fill)
     if pa.types.is_dictionary(kind):
+        if (large := _LARGE.get(kind.value_type)) is not None:
+            array = pa.DictionaryArray.from_arrays(array.indices, array.dictionary.cast(large))
         return _to_numpy(array.dictionary_decode(), fill)
+    if _is_list_view(kind):
+        return _to_numpy(array.cast(pa.large_list(kind.value_type)), fill)
+    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+        return _to_numpy(array.cast(_LARGE[kind]), fill)
     if pa.types.is_fixed_size_list(kind) and not array.null_count:
         flat = _values(array, fill)
         return flat.reshape(len(array), kind.list_size, *flat.shape[1:])

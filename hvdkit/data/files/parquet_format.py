@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from hvdkit.data.files.columns import Ragged, kind_of, taken_columns, to_numpy
@@ -17,7 +18,10 @@ from hvdkit.data.files.storage import OpenFile, opened_as
 from hvdkit.errors import DataError, describe
 
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
-_INDEX_BYTES = 4  # at most, of each value in a dictionary
+_INDEX_BYTES = 4  # at most, of each value in a dictionary; of the length of each text
+_MOST_TEXT_IN_LISTS = 2**31 - 1  # bytes in a row group: Arrow has more of them in several parts
+_END = 8  # bytes: the length of the footer, and a magic number
+_SIGNATURE = 28  # bytes
 _PER_STRING = sys.getsizeof(b"") + 8  # bytes of Python's object, and of the reference to it
 
 
@@ -37,27 +41,31 @@ class ParquetFormat:
         self._columns, self._fill = None if columns is None else list(columns), dict(fill)
 
     def scan(self, file: File) -> FileLayout:
-        with opened_as(file, _parquet) as parquet:
-            schema, metadata = parquet.schema_arrow, parquet.metadata
+        with opened_as(file, _opened) as opened:
+            schema, metadata = opened.schema, opened.metadata
             names = schema.names if self._columns is None else self._columns
             if wrong := [name for name in names if schema.names.count(name) != 1]:
                 expected = f"columns of {file.url}, which has each once: {schema.names}"
                 raise ValueError(describe("columns", wrong, expected, "correct them"))
             if unknown := [name for name in self._fill if name not in names]:
                 raise ValueError(describe("fill", unknown, f"columns that are read: {names}", "correct them"))
-            self._check_missing(file, schema, metadata)
+            opened.require_readable(names)
+            self._check_missing(file, opened, names)
             kind = ", ".join(f"{name}: {kind_of(schema.field(name).type)}" for name in names)
             groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-            largest = max((_memory(metadata.schema, group, names) for group in groups), default=0)
+            leaves = _leaves(metadata.schema, names)
+            _require_short_texts(file, metadata.schema, groups, leaves)
+            largest = max((_memory(metadata.schema, group, leaves) for group in groups), default=0)
             return FileLayout([group.num_rows for group in groups], kind, largest)
 
     def load(self, file: File, layout: FileLayout, block: int) -> dict[str, np.ndarray | Ragged]:
-        with opened_as(file, _parquet) as parquet:
-            try:
-                table = parquet.read_row_group(block, self._columns, use_threads=False)
-            except (pa.ArrowException, OSError) as error:
-                raise DataError(f"row group {block} of {file.url} is damaged: {error}") from error
-        return {name: self._column(file, block, name, table.column(name)) for name in table.column_names}
+        with opened_as(file, _opened) as opened:
+            table = opened.read(block, self._columns)
+            dates = [name for name in table.column_names if name in opened.int96]
+        columns = {name: self._column(file, block, name, table.column(name)) for name in table.column_names}
+        if dates:
+            self._check_int96(file, block, table, dates)
+        return columns
 
     def load_rows(self, file: File, layout: FileLayout, rows: np.ndarray) -> Any:
         raise NotImplementedError  # Parquet has no access to rows
@@ -65,17 +73,40 @@ class ParquetFormat:
     def take(self, parts: Sequence[BlockRows], rows: int) -> dict[str, Any]:
         return taken_columns(parts, rows)
 
-    def _check_missing(self, file: File, schema: pa.Schema, metadata: pq.FileMetaData) -> None:
+    def _check_missing(self, file: File, opened: _Opened, names: Sequence[str]) -> None:
         """Raise TypeError if the footer counts values as missing that cannot be. It does not count those in lists."""
+        metadata = opened.metadata
         for i in range(metadata.num_columns):
             name = metadata.schema.column(i).path
-            if name in self._fill or (self._columns is not None and name not in self._columns):
+            if name in self._fill or name not in names:
                 continue
-            if name in schema.names and not (kind := kind_of(schema.field(name).type)).endswith(("float", "double")):
+            if not (kind := kind_of(opened.schema.field(name).type)).endswith(("float", "double")):
                 statistics = [metadata.row_group(g).column(i).statistics for g in range(metadata.num_row_groups)]
                 missing = sum(each.null_count or 0 for each in statistics if each is not None)
                 if missing:
                     raise _unreadable(file, name, f"{kind} with {missing} missing values")
+
+    def _check_int96(self, file: File, block: int, table: pa.Table, names: Sequence[str]) -> None:
+        """Raise DataError for a time that is not a whole number of microseconds, or has too many.
+
+        Arrow turns INT96, a day and a number of nanoseconds, into 64 bits modulo 2^64. So nanoseconds less 1,000 times
+        microseconds are the rest also if both are out of range; milliseconds are always in range.
+        """
+        with opened_as(file, _opened_ns) as opened:
+            nanoseconds = opened.read(block, names)
+        with opened_as(file, _opened_ms) as opened:
+            milliseconds = opened.read(block, names)
+        for name in names:
+            times = _integers(table.column(name))
+            fine, coarse = _integers(nanoseconds.column(name)), _integers(milliseconds.column(name))
+            for wrong, problem in (
+                (fine - 1000 * times != 0, "has nanoseconds, expected whole microseconds"),
+                (times // 1000 != coarse, "is beyond 64 bits of microseconds"),
+            ):
+                if wrong.any():
+                    row = _row_of(table.column(name), int(np.argmax(wrong)))
+                    where = f"column {name!r} of {file.url}: the time (INT96) in row {row} of row group {block}"
+                    raise DataError(f"{where} {problem}; leave it out with columns=, or write it as a timestamp")
 
     def _column(self, file: File, block: int, name: str, chunks: pa.ChunkedArray) -> np.ndarray | Ragged:
         try:
@@ -86,13 +117,39 @@ class ParquetFormat:
             raise _unreadable(file, name, str(error)) from None
 
 
-def _memory(schema: pq.ParquetSchema, group: pq.RowGroupMetaData, names: Sequence[str]) -> int:
+def _leaves(schema: pq.ParquetSchema, names: Sequence[str]) -> dict[str, list[int]]:
+    """Return the numbers of the file's columns that each column of the table has: of lists and structs, those in it."""
+    leaves: dict[str, list[int]] = {name: [] for name in names}
+    for i in range(len(schema)):
+        parts = schema.column(i).path.split(".")
+        for length in range(1, len(parts) + 1):  # names may have dots
+            if (name := ".".join(parts[:length])) in leaves:
+                leaves[name].append(i)
+    return leaves
+
+
+def _require_short_texts(
+    file: File, schema: pq.ParquetSchema, groups: Sequence[pq.RowGroupMetaData], leaves: Mapping[str, list[int]]
+) -> None:
+    """Raise DataError for more text in the lists of a row group than Arrow can read at once."""
+    for name, inner in leaves.items():
+        for i in inner:
+            leaf = schema.column(i)
+            if leaf.path == name or leaf.physical_type != "BYTE_ARRAY":
+                continue
+            for number, group in enumerate(groups):
+                column = group.column(i)
+                if (size := _memory_of_text(column) - _INDEX_BYTES * column.num_values) > _MOST_TEXT_IN_LISTS:
+                    got, expected = f"{size:,} bytes of text in lists", f"at most {_MOST_TEXT_IN_LISTS:,}"
+                    where = f"column {name!r} of row group {number} of {file.url}"
+                    raise DataError(describe(where, got, expected, "write row groups of fewer rows"))
+
+
+def _memory(schema: pq.ParquetSchema, group: pq.RowGroupMetaData, leaves: Mapping[str, list[int]]) -> int:
     """Return the memory that columns of a row group take, approximately. Encoded, they may be much smaller."""
-    size, within = 0, tuple(f"{name}." for name in names)
-    for i in range(group.num_columns):
+    size = 0
+    for i in (i for inner in leaves.values() for i in inner):
         column, kind = group.column(i), schema.column(i)
-        if kind.path not in names and not kind.path.startswith(within):
-            continue
         if (width := _WIDTHS.get(kind.physical_type)) is not None:
             size += width * column.num_values
         elif kind.logical_type.type == "FLOAT16":
@@ -119,10 +176,91 @@ def _unreadable(file: File, name: str, got: str) -> TypeError:
     return TypeError(describe(f"column {name!r} of {file.url}", got, "numbers, strings or lists of them", remedy))
 
 
-def _parquet(file: OpenFile) -> pq.ParquetFile:
-    try:
-        return pq.ParquetFile(file.for_library(), pre_buffer=False, page_checksum_verification=True)
-    except FileNotFoundError:
-        raise
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{file.file.url} is not a whole Parquet file: {error}") from error
+def _integers(column: pa.ChunkedArray) -> np.ndarray:
+    """Return the times of a column, also of those in lists, as int64; 0 for missing ones."""
+    array = column.combine_chunks()
+    while not pa.types.is_timestamp(array.type):
+        array = array.flatten()
+    return pc.fill_null(array.cast(pa.int64()), 0).to_numpy(zero_copy_only=False)
+
+
+def _row_of(column: pa.ChunkedArray, value: int) -> int:
+    """Return the row of a value of a column of times, or lists of them."""
+    array = column.combine_chunks()
+    return value if pa.types.is_timestamp(array.type) else pc.list_parent_indices(array)[value].as_py()
+
+
+class _Opened:
+    """An open Parquet file.
+
+    Args:
+        unit: Of the times whose physical type is INT96.
+
+    Attributes:
+        schema: Of the file.
+        metadata: The footer. The metadata of a column that is encrypted must not be looked at: pyarrow 26 aborts.
+        int96: The names of the columns with times as INT96.
+    """
+
+    def __init__(self, file: OpenFile, unit: str):
+        self._url = url = file.file.url
+        ends = file.read(max(0, file.file.size - _END), min(file.file.size, _END))
+        if ends.endswith(b"PARE"):
+            raise DataError(f"{url} is encrypted, and its footer, too; write it without encryption")
+        try:
+            self._file = pq.ParquetFile(
+                file.for_library(),
+                pre_buffer=False,
+                page_checksum_verification=True,
+                coerce_int96_timestamp_unit=unit,
+            )
+            self.schema, self.metadata = self._file.schema_arrow, self._file.metadata
+            schema = self.metadata.schema
+            dates = {i for i in range(len(schema)) if schema.column(i).physical_type == "INT96"}
+            leaves = _leaves(schema, self.schema.names) if dates else {}
+            self.int96 = {name for name, inner in leaves.items() if dates.intersection(inner)}
+        except FileNotFoundError:
+            raise
+        except UnicodeDecodeError as error:
+            raise DataError(f"{url}: the name of a column is no UTF-8: {error}") from error
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{url} is not a whole Parquet file: {error}") from error
+        # A file with encrypted columns and a plain footer has a signature after the footer.
+        self._is_signed = int.from_bytes(ends[:4], "little") == self.metadata.serialized_size + _SIGNATURE
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def require_readable(self, names: Sequence[str]) -> None:
+        """Raise DataError if some of the columns are encrypted."""
+        groups = range(self.metadata.num_row_groups) if self._is_signed else []
+        for group in groups:
+            for name in names:
+                try:
+                    next(self._file.iter_batches(1, [group], [name], use_threads=False), None)
+                except (pa.ArrowException, OSError) as error:
+                    problem = f"column {name!r} of {self._url} is encrypted, or damaged: {error}"
+                    raise DataError(f"{problem}; leave it out with columns=") from error
+
+    def read(self, group: int, columns: Sequence[str] | None) -> pa.Table:
+        """Return a row group."""
+        try:
+            return self._file.read_row_group(group, columns, use_threads=False)
+        except pa.ArrowNotImplementedError as error:  # of long texts whose size the footer does not have
+            problem = f"row group {group} of {self._url} cannot be read at once: {error}"
+            raise DataError(f"{problem}; write row groups with less than 2 GiB of text in lists") from error
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"row group {group} of {self._url} is damaged: {error}") from error
+
+
+def _opened(file: OpenFile) -> _Opened:
+    return _Opened(file, "us")
+
+
+def _opened_ns(file: OpenFile) -> _Opened:
+    return _Opened(file, "ns")
+
+
+def _opened_ms(file: OpenFile) -> _Opened:
+    return _Opened(file, "ms")
