@@ -181,7 +181,7 @@ def array_record(paths: Paths, parse: Parse = None, *, on_error: OnError = "rais
         return FileSource(paths, ArrayRecordFormat(parse), on_error, {"parse": parse})
 
 
-def criteo(paths: Paths, *, on_error: OnError = "raise") -> FileSource:
+def criteo(paths: Paths, *, expect_final_newline: bool = False, on_error: OnError = "raise") -> FileSource:
     """Return the examples of Criteo's click logs, for ``hk.data.GlobalBatches``.
 
     Each line has a label, 13 counts and 26 categories in hexadecimal digits, separated by tabs. A batch is
@@ -190,6 +190,7 @@ def criteo(paths: Paths, *, on_error: OnError = "raise") -> FileSource:
 
     Args:
         paths: A file, a folder, a pattern or a URL that fsspec knows, or a sequence of these.
+        expect_final_newline: As for ``hk.data.delimited``.
         on_error: As for ``hk.data.delimited``.
 
     Returns:
@@ -215,7 +216,8 @@ def criteo(paths: Paths, *, on_error: OnError = "raise") -> FileSource:
     with needs_extra():
         from hvdkit.data.files.text_format import CriteoFormat
 
-        return FileSource(paths, CriteoFormat(on_error), on_error)
+        lines = CriteoFormat(on_error, expects_newline=expect_final_newline)
+        return FileSource(paths, lines, on_error, {"expect_final_newline": expect_final_newline})
 
 
 def delimited(
@@ -225,12 +227,14 @@ def delimited(
     delimiter: str = ",",
     header_lines: int = 0,
     fill: Mapping[str, Any] | None = None,
+    expect_final_newline: bool = False,
     on_error: OnError = "raise",
 ) -> FileSource:
     """Return the lines of text files, for ``hk.data.GlobalBatches``.
 
-    A batch is a dict of the columns, arrays ``[rows]``. Each line is an example; values are not quoted. The offsets of
-    the lines are cached as those of ``hk.data.tfrecord``.
+    A batch is a dict of the columns, arrays ``[rows]``. Each line is an example; values are not quoted. A UTF-8
+    byte-order mark at the start of a line is left out. The offsets of the lines are cached as those of
+    ``hk.data.tfrecord``.
 
     Args:
         paths: A file, a folder, a pattern or a URL that fsspec knows, or a sequence of these.
@@ -238,6 +242,8 @@ def delimited(
         delimiter: The character between values.
         header_lines: Number of lines at the start of each file to skip.
         fill: For columns with missing values: what replaces them. Missing floats are NaN by default.
+        expect_final_newline: A file whose last line has no line end, because it was cut, is an error. Otherwise, the
+            chief warns of such files.
         on_error: As for ``hk.data.tfrecord``; a line with another number of values is damaged.
 
     Returns:
@@ -273,7 +279,10 @@ def delimited(
         from hvdkit.data.files.text_format import DelimitedFormat
 
         options = {"columns": columns, "delimiter": delimiter, "header_lines": header_lines, "fill": fill}
-        lines = DelimitedFormat(columns, delimiter, header_lines, fill or {}, on_error)
+        options |= {"expect_final_newline": expect_final_newline}
+        lines = DelimitedFormat(
+            columns, delimiter, header_lines, fill or {}, on_error, expects_newline=expect_final_newline
+        )
         return FileSource(paths, lines, on_error, options)
 
 

@@ -21,6 +21,7 @@ class FileLayout(NamedTuple):
         largest_block: Its size in memory, in bytes.
         damaged: The numbers of the records that are skipped, ascending.
         problem: Why the file as a whole is skipped, or "".
+        is_open: Whether the last line has no line end, as in a file that was cut.
     """
 
     block_rows: list[int]
@@ -28,6 +29,7 @@ class FileLayout(NamedTuple):
     largest_block: int
     damaged: np.ndarray = np.array([], np.int64)
     problem: str = ""
+    is_open: bool = False
 
     def rows_of(self, block: int) -> np.ndarray:
         """Return the rows of a block, int64, as numbers in the file. All blocks but the last have equally many."""

@@ -80,6 +80,7 @@ class Scan(NamedTuple):
         if not cluster.is_initialized() or cluster.is_chief():
             for name, layout in layouts.items():
                 _report_skipped(files[name], layout)
+            _report_open([files[name].url for name, layout in layouts.items() if layout.is_open])
         return {name: ScannedFile(file, layouts.get(name) or known[name].layout) for name, file in files.items()}
 
     def _scan(self, file: File) -> FileLayout:
@@ -148,6 +149,16 @@ def _report_skipped(file: File, layout: FileLayout) -> None:
         get_logger().warning("on_error='skip': skipped the file %s: %s", file.url, layout.problem)
     elif len(layout.damaged):
         get_logger().warning("on_error='skip': skipped %d record(s) of %s", len(layout.damaged), file.url)
+
+
+def _report_open(urls: Sequence[str]) -> None:
+    if urls:
+        others = f" and {len(urls) - 1} other file(s)" if len(urls) > 1 else ""
+        get_logger().warning(
+            "%s%s: the last line has no line end, and may be cut; expect_final_newline=True makes this an error",
+            urls[0],
+            others,
+        )
 
 
 def _first_difference(odd: list[tuple[str, int]], usual: list[tuple[str, int]]) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import string
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,13 +13,17 @@ import pyarrow as pa
 from pyarrow import csv
 
 from hvdkit.data.files.columns import taken_columns, to_numpy
-from hvdkit.data.files.formats import BlockRows, OnError
+from hvdkit.data.files.formats import BlockRows, FileLayout, OnError
 from hvdkit.data.files.listing import File
 from hvdkit.data.files.records import RecordFormat, in_places, read_pieces
-from hvdkit.data.files.storage import OpenFile
+from hvdkit.data.files.storage import OpenFile, opened
 from hvdkit.errors import DataError, describe
 
 _CHUNK = 2**24
+_MARK = b"\xef\xbb\xbf"
+_MARKS = re.compile(rb"^(?:%b)+" % _MARK, re.MULTILINE)
+"""Byte-order marks at the starts of lines."""
+_UTF_16 = b"\xff\xfe", b"\xfe\xff"
 
 
 class LineFormat(RecordFormat):
@@ -26,19 +31,23 @@ class LineFormat(RecordFormat):
 
     Args:
         header_lines: Number of lines at the start of each file to skip.
+        expects_newline: Whether a last line without a line end is an error.
     """
 
     name = kind = "lines"
 
-    def __init__(self, header_lines: int = 0, on_error: OnError = "raise"):
+    def __init__(self, header_lines: int = 0, on_error: OnError = "raise", *, expects_newline: bool = False):
         super().__init__(on_error)
         self._header_lines = header_lines
+        self._expects_newline = expects_newline
         self.damage_key += f", {header_lines} of them headers"
 
     def find_offsets(self, file: OpenFile) -> np.ndarray:
         """Return the offset of each line, and the end of the file."""
         file.refuse_compressed()
         size = file.file.size
+        if file.read(0, min(size, 2)) in _UTF_16:
+            raise DataError(f"{file.file.url} is UTF-16; convert it with `iconv -f UTF-16 -t UTF-8`")
         found, data = [np.zeros(1, np.uint64)], b"\n"
         for start in range(0, size, _CHUNK):
             data = file.read(start, min(_CHUNK, size - start))
@@ -48,13 +57,23 @@ class LineFormat(RecordFormat):
             found.append(np.array([size], np.uint64))
         return np.concatenate(found)
 
+    def scan(self, file: File) -> FileLayout:
+        layout = super().scan(file)
+        if file.size == 0:
+            return layout
+        with opened(file) as source:
+            is_open = source.read(file.size - 1, 1) != b"\n"
+        if is_open and self._expects_newline:
+            raise DataError(f"{file.url} ends without a line end: its last line may be cut; write the file again")
+        return layout._replace(is_open=is_open)
+
     def _offsets_of(self, file: File) -> np.ndarray:
         offsets = super()._offsets_of(file)
         return offsets[min(self._header_lines, len(offsets) - 1) :]
 
     def contents(self, pieces: Sequence[bytes], file: File, numbers: np.ndarray) -> list[bytes]:
-        """Return lines with their ends."""
-        return [piece.removesuffix(b"\n").removesuffix(b"\r") + b"\n" for piece in pieces]
+        """Return lines with their ends, without byte-order marks at their starts."""
+        return [_MARKS.sub(b"", piece).removesuffix(b"\n").removesuffix(b"\r") + b"\n" for piece in pieces]
 
     def take(self, parts: Sequence[BlockRows], rows: int) -> Any:
         return in_places(parts, rows)
@@ -68,6 +87,7 @@ class DelimitedFormat(LineFormat):
         delimiter: One character.
         header_lines: Number of lines at the start of each file to skip.
         fill: The value that replaces missing values, for each column that may have some.
+        expects_newline: Whether a last line without a line end is an error.
     """
 
     name = "delimited"
@@ -79,8 +99,10 @@ class DelimitedFormat(LineFormat):
         header_lines: int,
         fill: Mapping[str, Any],
         on_error: OnError,
+        *,
+        expects_newline: bool = False,
     ) -> None:
-        super().__init__(header_lines, on_error)
+        super().__init__(header_lines, on_error, expects_newline=expects_newline)
         self._types = {name: _arrow_type(name, dtype) for name, dtype in columns.items()}
         self._delimiter, self._fill = delimiter, dict(fill)
         self._parse_options = csv.ParseOptions(delimiter=delimiter, quote_char=False, ignore_empty_lines=False)
@@ -106,16 +128,42 @@ class DelimitedFormat(LineFormat):
         breaks = np.flatnonzero(np.diff(numbers) != 1) + 1  # lines that follow each other are one piece
         first, last = numbers[[0, *breaks]], numbers[[*(breaks - 1), -1]]
         text = b"".join(read_pieces(source, offsets[first].astype(np.int64), offsets[last + 1].astype(np.int64)))
+        # Arrow drops a mark only from the start of the text, which depends on the rows that are read.
+        has_marks = _MARK in text
+        if has_marks:
+            text = _MARKS.sub(b"", text)
         # Arrow takes an empty line, of at most 2 bytes with its end, for one whose values are all missing, and a
         # carriage return for the end of a line.
-        has_empty = (offsets[numbers + 1] - offsets[numbers] <= 2).any()
+        has_empty = has_marks or (offsets[numbers + 1] - offsets[numbers] <= 2).any()
         if has_empty or (b"\r" in text and text.count(b"\r") != text.count(b"\r\n")):
             self._records(source, numbers)  # raises if a line has another number of values, or a carriage return
         try:
-            return self._parsed(text)
+            columns = self._parsed(text)
         except (pa.ArrowInvalid, TypeError) as error:
             self._raise_for_line(source, numbers, error)
-            raise
+            where = f"lines {numbers[0] + 1 + self._header_lines} to {numbers[-1] + 1 + self._header_lines}"
+            raise DataError(f"{where} of {source.file.url} cannot be parsed: {error}") from error
+        self._require_no_wrapped(source, numbers, text, columns)
+        return columns
+
+    def _require_no_wrapped(
+        self, source: OpenFile, numbers: np.ndarray, text: bytes, columns: Mapping[str, np.ndarray]
+    ) -> None:
+        """Raise DataError for hexadecimal digits beyond a signed type, which Arrow reads as a negative number."""
+        signed = [name for name, kind in self._types.items() if pa.types.is_signed_integer(kind) and name in columns]
+        if b"0x" not in text.lower() or not any((columns[name] < 0).any() for name in signed):
+            return
+        places = {name: number for number, name in enumerate(self._types)}
+        for number, line in zip(numbers.tolist(), self._records(source, numbers), strict=True):
+            values = line.split(self._delimiter.encode())
+            for name in signed:
+                value = values[places[name]].strip().lower()
+                if value.startswith(b"0x") and int(value, 16) > np.iinfo(columns[name].dtype).max:
+                    where = f"line {number + 1 + self._header_lines} of {source.file.url}"
+                    remedy = "declare the column as unsigned, or as bytes"
+                    raise DataError(
+                        describe(f"{where}, column {name!r}", value.decode(), f"{self._types[name]}", remedy)
+                    )
 
     def _parsed(self, text: bytes) -> dict[str, np.ndarray]:
         table = csv.read_csv(  # open_csv starts faster, but parses in Arrow's own threads
@@ -163,11 +211,13 @@ class CriteoFormat(DelimitedFormat):
 
     name = "criteo"
 
-    def __init__(self, on_error: OnError) -> None:
+    def __init__(self, on_error: OnError, *, expects_newline: bool = False) -> None:
         counts = [f"count_{i}" for i in range(CRITEO_COUNTS)]
         self._counts, self._categories = counts, [f"category_{i}" for i in range(CRITEO_CATEGORIES)]
         columns = {"label": "int32", **dict.fromkeys(counts, "float32"), **dict.fromkeys(self._categories, "S8")}
-        super().__init__(columns, "\t", 0, {"label": 0, **dict.fromkeys(counts, 0)}, on_error)
+        super().__init__(
+            columns, "\t", 0, {"label": 0, **dict.fromkeys(counts, 0)}, on_error, expects_newline=expects_newline
+        )
 
     def arrays(self, table: pa.Table) -> dict[str, np.ndarray]:
         """Return the arrays of a block."""
