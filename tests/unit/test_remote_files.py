@@ -524,6 +524,9 @@ def test_pages_of_common_servers(server):
     assert (source.names, source.examples) == (["a.parquet", "sub/b.parquet"], 2 * ROWS)
     assert len(listing.list_files(server.url(""))) == 2  # without a suffix, too
     server.page = server.page.replace("./a", "a")
+    with pytest.raises(ValueError, match=r"paths: got .*/sub/, a folder that the pattern matches"):
+        listing.list_files(server.url("*"))
+    server.page = server.page.replace("sub/", "")
     assert len(listing.list_files(server.url("*"))) == 1
     server.page = "nothing"
     with pytest.raises(ValueError, match=r"paths: got http.*, expected a file, a folder with files or a pattern"):

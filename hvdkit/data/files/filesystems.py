@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -40,6 +42,19 @@ def filesystem_of(url: str) -> tuple[AbstractFileSystem, str]:
 def is_local(filesystem: AbstractFileSystem) -> bool:
     """Return True for files that the system's calls can read."""
     return "file" in filesystem.protocol
+
+
+def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
+    """Return a descriptor of a regular file, without waiting for the other end of a FIFO.
+
+    Raises:
+        OSError: It cannot be opened, or is a FIFO, a socket, a device or a folder.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+    return descriptor
 
 
 def retrying(

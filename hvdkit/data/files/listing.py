@@ -6,11 +6,14 @@ import contextlib
 import itertools
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvdkit.data.files.filesystems import filesystem_of, is_local, retrying, shown
 from hvdkit.data.files.reading_ahead import in_threads
+from hvdkit.data.files.table_formats import refuse_parts_of_tables, refuse_tables
 from hvdkit.errors import DataError, describe
 
 if TYPE_CHECKING:
@@ -49,7 +52,8 @@ def list_files(paths: Paths, suffixes: Sequence[str] = ()) -> list[File]:
 
     Raises:
         TypeError: A path is not a string or path.
-        ValueError: No file was found, or one is listed twice.
+        ValueError: No file was found, or one is listed twice; a path is the folder of a Delta Lake, Hudi or Iceberg
+            table; or what it stands for is neither a file nor a folder.
         DataError: A server does not answer, or a folder cannot be read.
         ImportError: fsspec asks for a package.
 
@@ -70,7 +74,7 @@ def list_files(paths: Paths, suffixes: Sequence[str] = ()) -> list[File]:
             found = _files_of(*_found_at(os.fspath(path), tuple(suffixes))) if path != "" else []
             if not found:
                 raise _nothing_found(os.fspath(path), suffixes)
-        except (ValueError, ImportError):
+        except (ValueError, ImportError, DataError):
             raise
         except Exception as error:
             raise DataError(f"{os.fspath(path)} could not be listed: {shown(error)}") from error
@@ -131,26 +135,63 @@ def _found_at(path: str, suffixes: tuple[str, ...]) -> tuple[AbstractFileSystem,
     if wildcard is not None and not is_folder and ("*" in name or not found):
         root = name[: wildcard.start()]
         found |= retrying(filesystem, filesystem.glob, name, detail=True, patience=_LISTING)
+        if not is_http:
+            refuse_parts_of_tables(filesystem, root.rpartition("/")[0], found)
     if is_folder:
         options = {"on_error": "raise"} if is_page else {}
         listed = retrying(filesystem, filesystem.find, name, detail=True, patience=_LISTING, **options)
+        refuse_tables(listed)
+        if not is_http:
+            refuse_parts_of_tables(filesystem, root, ())
         # A page without links has itself in its list, without a type.
         found = {each: info for each, info in listed.items() if "type" in info and each.endswith(suffixes or "")}
+    files: dict[str, dict[str, Any]] = {}
+    folders = []
+    for each, info in _shown(filesystem, name, root, found):
+        if info["type"] == "file":
+            files[each.replace("/./", "/")] = info
+        elif info["type"] == "directory":
+            folders.append(each)
+        else:
+            raise _no_file(each, _kind_of(filesystem, each, info))
+    if not is_folder and "**" not in name:
+        for folder in folders:
+            if not any(file.startswith(f"{folder.rstrip('/')}/") for file in files):
+                raise _no_file(folder, "a folder that the pattern matches")
+    return filesystem, files
+
+
+def _shown(
+    filesystem: AbstractFileSystem, path: str, root: str, found: Mapping[str, dict[str, Any]]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what was found, by name, without hidden names; links as what they link to."""
+    is_http = "http" in filesystem.protocol
     first = 1 if root and not root.endswith("/") else 0  # what follows "train" in "train*" is no name of its own
-    files = {}
     for each, info in sorted(found.items()):
         parts = [part for part in each.removeprefix(root).split("/")[first:] if part != "."]
-        sorts_page = is_http and each != name and any(mark in each for mark in "?#")
+        sorts_page = is_http and each != path and any(mark in each for mark in "?#")
         if sorts_page or any(part.startswith(("_", ".")) for part in parts):
             continue
-        if info.get("islink") and each != name:
+        if info.get("islink") and each != path:
             info = retrying(filesystem, filesystem.info, each)  # of the file, not of the link
             if info["type"] == "directory":
                 remedy = "pass the folder that it links to as well"
                 raise ValueError(describe("paths", f"{each}, a link to a folder", "files and folders", remedy))
-        if info["type"] == "file":
-            files[each.replace("/./", "/")] = info
-    return filesystem, files
+        yield each, info
+
+
+def _no_file(name: str, kind: str) -> ValueError:
+    remedy = "pass folders without a pattern, and keep other things out of them"
+    return ValueError(describe("paths", f"{name}, {kind}", "regular files", remedy))
+
+
+def _kind_of(filesystem: AbstractFileSystem, name: str, info: Mapping[str, Any]) -> str:
+    """Return what something is that is neither a file nor a folder."""
+    if is_local(filesystem):
+        mode = Path(name).stat().st_mode
+        kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+        return kinds.get(stat.S_IFMT(mode), "a special file")
+    return f"a thing of type {info['type']!r}"
 
 
 def require_unchanged(file: File, filesystem: AbstractFileSystem, name: str) -> None:
@@ -174,6 +215,8 @@ def disappeared(file: File, error: FileNotFoundError) -> DataError:
 
 def _file(filesystem: AbstractFileSystem, name: str, info: dict[str, Any]) -> File:
     url = name if is_local(filesystem) else filesystem.unstrip_protocol(name)
+    if info["type"] != "file":
+        raise DataError(f"{url} is no longer a regular file, but {_kind_of(filesystem, name, info)}")
     if info["size"] is None:
         raise DataError(f"{url}: its server does not report its size; copy the files to a disk")
     return File(url, int(info["size"]), str(next((info[key] for key in _VERSIONS if info.get(key)), "")))

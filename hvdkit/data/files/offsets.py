@@ -23,12 +23,14 @@ import platformdirs
 import xxhash
 
 from hvdkit.cluster.logs import get_logger
+from hvdkit.data.files.filesystems import open_regular
 from hvdkit.data.files.listing import File
 from hvdkit.data.files.storage import OpenFile, opened
 
 _VERSION = 2
 _HEADER_BYTES = _SAMPLE_BYTES = 4096
 _LARGE_CACHE = 2**18  # bytes; each that is mapped keeps a file open
+_COMPARED_AT_ONCE = 2**20
 _ABANDONED = 3600  # seconds after which a temporary file is that of a process that was killed
 _TEMPORARY = re.compile(r"(\..+\.[0-9a-f]{8}|[0-9a-f]{16})\.offsets\.[0-9a-f]{8}")
 Scan = Callable[[OpenFile], np.ndarray]
@@ -49,7 +51,7 @@ def offsets_of(file: File, kind: str, scan: Scan) -> np.ndarray:
         if open_file.path is not None:  # the version of a remote file is a tag of its content
             header["samples"] = _samples(open_file)
         for path in paths:
-            if (found := _read(path, header)) is not None:
+            if (found := _read(path, header, file.size)) is not None:
                 return found
         offsets = np.asarray(scan(open_file), "<u8")
     problems = {}
@@ -119,14 +121,22 @@ def _loaded(path: Path) -> np.ndarray:
     return np.fromfile(path, "<u8", offset=_HEADER_BYTES)
 
 
-def _read(path: Path, header: dict[str, object]) -> np.ndarray | None:
+def _read(path: Path, header: dict[str, object], size: int) -> np.ndarray | None:
     """Return the offsets in a cache file, or None if it does not exist or belongs to another version of the data."""
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             found = json.loads(file.read(_HEADER_BYTES))
         checksum = found.pop("checksum")
+        if found != header:
+            return None
         offsets = _loaded(path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    is_valid = found == header and checksum == xxhash.xxh3_64_hexdigest(offsets.data)
+    is_valid = checksum == xxhash.xxh3_64_hexdigest(offsets.data) and _are_offsets(offsets, size)
     return offsets if is_valid else None
+
+
+def _are_offsets(offsets: np.ndarray, size: int) -> bool:
+    """Return whether these are ascending numbers up to the size of a file."""
+    parts = (offsets[i : i + _COMPARED_AT_ONCE + 1] for i in range(0, len(offsets), _COMPARED_AT_ONCE))
+    return not len(offsets) or (bool(offsets[-1] <= size) and all((part[1:] >= part[:-1]).all() for part in parts))

@@ -21,7 +21,7 @@ import platformdirs
 import xxhash
 
 from hvdkit.cluster.logs import get_logger
-from hvdkit.data.files.filesystems import number_setting, shown
+from hvdkit.data.files.filesystems import number_setting, open_regular, shown
 from hvdkit.data.files.listing import File, disappeared, require_unchanged
 from hvdkit.data.files.program_end import pause
 from hvdkit.data.files.ranges import read_range
@@ -29,6 +29,7 @@ from hvdkit.errors import DataError
 
 _OWN_FILES = re.compile(r"[0-9a-f]{32}|\.[0-9a-f]{32}\.[0-9a-f]{8}")  # chunks, and those that are being written
 _CHUNK = 2**22
+_CHECKSUM = 8  # bytes after each chunk
 _DEFAULT_GB = 20.0
 # After so many chunks written by this process, old ones are looked for. The limit may be exceeded by as many per rank.
 _BETWEEN_SWEEPS = 16
@@ -80,7 +81,8 @@ def _chunk(filesystem: Any, name: str, file: File, number: int) -> bytes:
 def _kept(path: Path, size: int) -> bytes | None:
     """Return a chunk of the cache, or None. Its name is that of one version of a file; its checksum follows it."""
     with contextlib.suppress(OSError):
-        kept = path.read_bytes()
+        with os.fdopen(open_regular(path), "rb") as file:
+            kept = file.read(size + _CHECKSUM + 1)
         data = kept[:size]
         if kept[size:] == xxhash.xxh3_64_digest(data):
             with contextlib.suppress(OSError):  # a cache that another user wrote
@@ -97,7 +99,8 @@ def _turn(path: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):  # a folder that cannot be written
             locks = path.parent / "locks"
             locks.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context((locks / path.name[:3]).open("wb"))
+            descriptor = open_regular(locks / path.name[:3], os.O_WRONLY | os.O_CREAT)
+            lock = stack.enter_context(os.fdopen(descriptor, "wb"))
         deadline = time.monotonic() + _LONGEST_TURN
         while lock is not None and time.monotonic() < deadline:
             try:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from hvdkit.data.files import remote_cache
-from hvdkit.data.files.filesystems import filesystem_of, is_local
+from hvdkit.data.files.filesystems import filesystem_of, is_local, open_regular
 from hvdkit.data.files.kept_open import C, kept_open
 from hvdkit.data.files.listing import File, disappeared, require_unchanged
 from hvdkit.errors import DataError
@@ -85,7 +85,7 @@ class OpenFile:
     def _local(self) -> int:
         if self._descriptor is None:
             with naming_errors(self.file):
-                self._descriptor = os.open(self._name, os.O_RDONLY)
+                self._descriptor = open_regular(self._name)
         return self._descriptor
 
     @contextlib.contextmanager
