@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -135,7 +136,7 @@ def examine(source: FileSource, ranks: int) -> Report:
         files=len(source.files),
         size=sum(file.size for file in source.files),
         rows=source.examples,
-        columns=source.layouts[0].kind,
+        columns=source.kind,
         blocks=len(block_rows),
         block_rows=int(np.median(block_rows)),
         largest_block=largest,
@@ -147,6 +148,7 @@ def examine(source: FileSource, ranks: int) -> Report:
 def _scanned(paths: tuple[str, ...], kind: Kind) -> FileSource:
     """Return a source; scanning its files has a progress bar."""
     from hvdkit.data.files.listing import list_files
+    from hvdkit.data.files.path_columns import PathColumns
     from hvdkit.data.files.source import FileSource
 
     if not paths:
@@ -155,7 +157,8 @@ def _scanned(paths: tuple[str, ...], kind: Kind) -> FileSource:
     file_format = _format_of(_recognized(files) if kind == "auto" else kind)
     size = sum(file.size for file in files)
     with byte_progress("reading", size) as advance:
-        return FileSource(paths, file_format, on_scanned=lambda file: advance(file.size))
+        path_columns = functools.partial(PathColumns, None, {}) if file_format.name == "parquet" else None
+        return FileSource(paths, file_format, on_scanned=lambda file: advance(file.size), path_columns=path_columns)
 
 
 def _format_of(kind: Kind) -> Format:

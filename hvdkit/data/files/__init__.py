@@ -8,6 +8,7 @@ cached. ``source.py`` turns positions of the order into blocks and rows of files
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -50,7 +51,8 @@ def parquet(
 
     A batch is a dict of the columns: arrays ``[rows]``, or ``[rows, k]`` for lists of fixed size k; a
     ``tf.RaggedTensor`` for other lists; arrays of bytes for strings. Times become integers in the column's unit
-    (microseconds if they are stored as INT96), missing floats become NaN.
+    (microseconds if they are stored as INT96), missing floats become NaN. Columns in the
+    names of folders below the paths (``year=2024/``) are int32, or text.
 
     Every rank must call this, with the same files; each reads the footers of a part of them.
 
@@ -92,8 +94,15 @@ def parquet(
     _require_columns("fill", fill, columns)
     with needs_extra():
         from hvdkit.data.files.parquet_format import ParquetFormat
+        from hvdkit.data.files.path_columns import PathColumns
 
-        return FileSource(paths, ParquetFormat(columns, fill or {}), on_error, {"columns": columns, "fill": fill})
+        return FileSource(
+            paths,
+            ParquetFormat(columns, fill or {}),
+            on_error,
+            {"columns": columns, "fill": fill},
+            path_columns=functools.partial(PathColumns, columns, fill or {}),
+        )
 
 
 def tfrecord(paths: Paths, parse: Parse = None, *, on_error: OnError = "raise") -> FileSource:

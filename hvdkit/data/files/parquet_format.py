@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from hvdkit.data.files.columns import Ragged, kind_of, taken_columns, to_numpy
 from hvdkit.data.files.formats import BlockRows, FileLayout
 from hvdkit.data.files.listing import File
+from hvdkit.data.files.path_columns import columns_in
 from hvdkit.data.files.storage import OpenFile, opened_as
 from hvdkit.errors import DataError, describe
 
@@ -43,11 +44,13 @@ class ParquetFormat:
     def scan(self, file: File) -> FileLayout:
         with opened_as(file, _opened) as opened:
             schema, metadata = opened.schema, opened.metadata
+            in_folders = columns_in(file.url)  # of the path; those that the file has as well count as the file's
             names = schema.names if self._columns is None else self._columns
+            names = [name for name in names if name in schema.names or name not in in_folders]
             if wrong := [name for name in names if schema.names.count(name) != 1]:
                 expected = f"columns of {file.url}, which has each once: {schema.names}"
                 raise ValueError(describe("columns", wrong, expected, "correct them"))
-            if unknown := [name for name in self._fill if name not in names]:
+            if unknown := [name for name in self._fill if name not in names and name not in in_folders]:
                 raise ValueError(describe("fill", unknown, f"columns that are read: {names}", "correct them"))
             opened.require_readable(names)
             self._check_missing(file, opened, names)
@@ -60,7 +63,10 @@ class ParquetFormat:
 
     def load(self, file: File, layout: FileLayout, block: int) -> dict[str, np.ndarray | Ragged]:
         with opened_as(file, _opened) as opened:
-            table = opened.read(block, self._columns)
+            names = self._columns
+            if names is not None:  # the others are in the names of folders
+                names = [name for name in names if name in opened.schema.names]
+            table = opened.read(block, names)
             dates = [name for name in table.column_names if name in opened.int96]
         columns = {name: self._column(file, block, name, table.column(name)) for name in table.column_names}
         if dates:

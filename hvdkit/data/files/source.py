@@ -14,6 +14,7 @@ from hvdkit.data.block_order import BlockOrder, Lanes
 from hvdkit.data.files.formats import BlockRows, Format, OnError
 from hvdkit.data.files.kept_open import close_idle
 from hvdkit.data.files.listing import File, Paths
+from hvdkit.data.files.path_columns import PathColumns, taken_of
 from hvdkit.data.files.reading_ahead import BlockCache, in_order
 from hvdkit.data.files.records import RecordFormat
 from hvdkit.data.files.scanning import Scan, ScannedFile, agree_on_columns, columns_of
@@ -50,14 +51,19 @@ class FileSource:
         on_error: OnError = "raise",
         arguments: Mapping[str, Any] | None = None,
         on_scanned: Callable[[File], None] = lambda file: None,
+        path_columns: Callable[[Sequence[str]], PathColumns] | None = None,
     ):
         if on_error not in get_args(OnError):
             raise ValueError(describe("on_error", on_error, "'raise' or 'skip'", "choose one of the two"))
         if isinstance(paths, Iterator):  # they are listed several times
             paths = [*paths]
         self._scan, self._format = Scan(paths, file_format, on_error, arguments or {}, on_scanned), file_format
-        self._use(self._scan.files({}))
+        files = self._scan.files({})
+        self._path_columns = None if path_columns is None else path_columns([*files])
+        self._use(files)
         self.structure = agree_on_columns(lambda: self.read(np.zeros(1, np.int64)))
+        if self._path_columns is not None:
+            self._path_columns.require_all(self.structure)
 
     def _use(self, files: Mapping[str, ScannedFile]) -> None:
         self._files = dict(files)
@@ -67,6 +73,7 @@ class FileSource:
             if layout.kind != read[0][1].kind:
                 got, expected = f"{layout.kind} in {file.url}", f"{read[0][1].kind}, as in {read[0][0].url}"
                 raise ValueError(describe("paths", got, expected, "give files of one schema, or choose columns"))
+        self._path_values = {} if self._path_columns is None else self._path_columns.values([*files])
         rows = [np.array(layout.block_rows, np.int64) for layout in self.layouts]
         self._block_starts = np.cumsum(np.concatenate([np.zeros(1, np.int64), *rows]))
         self._file_starts = np.cumsum([0, *map(np.sum, rows)])
@@ -111,6 +118,11 @@ class FileSource:
     def format_name(self) -> str:
         """The name of the function that made the source."""
         return self._format.name
+
+    @property
+    def kind(self) -> str:
+        """The columns and types as text, those of the first file."""
+        return ", ".join([self.layouts[0].kind, *(self._path_columns.kinds() if self._path_columns else [])])
 
     @property
     def needs_index(self) -> bool:
@@ -237,6 +249,10 @@ class FileSource:
         except Exception as error:
             self._raise_for_row(parts, indices, error)
             raise
+        if self._path_values:
+            numbers = np.searchsorted(self._file_starts, indices, side="right") - 1
+            values = {name: taken_of(each, numbers) for name, each in self._path_values.items() if name not in batch}
+            batch = {**batch, **values}
         return batch if self._mapped is None else self._mapped(batch)
 
     def _raise_for_row(self, parts: Sequence[BlockRows], indices: np.ndarray, error: Exception) -> None:
