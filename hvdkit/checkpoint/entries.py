@@ -62,7 +62,11 @@ class Entry:
 
 @dataclass
 class Value:
-    """A small value stored as JSON: one for all ranks, or one per rank."""
+    """A small value stored as JSON: one for all ranks, or one per rank.
+
+    ``assign`` raises :class:`CorruptCheckpointError` for a value that this kind of object never has, and ValueError,
+    TypeError or a similar error for one that does not fit the current object.
+    """
 
     read: Callable[[], Any]
     assign: Callable[[Any], None]

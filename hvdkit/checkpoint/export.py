@@ -17,6 +17,7 @@ from hvdkit.checkpoint.manifest import Manifest, TensorEntry
 from hvdkit.checkpoint.reading import Reader
 from hvdkit.checkpoint.tensorfile import BLOCK_BYTES
 from hvdkit.errors import describe
+from hvdkit.machine.terminal import printable
 
 VALUES = "values.json"
 _MIN_WINDOW, _MAX_WINDOW = 8 * BLOCK_BYTES, 64 * BLOCK_BYTES  # bytes of a sharded tensor to assemble at once
@@ -116,7 +117,7 @@ def _select(manifest: Manifest, names: Sequence[str] | None) -> dict[str, Tensor
     for pattern in names:
         matches = {name for name in manifest.variables if name == pattern or fnmatch.fnmatchcase(name, pattern)}
         if not matches:
-            known = ", ".join(list(manifest.variables)[:5])
+            known = ", ".join(map(printable, list(manifest.variables)[:5]))
             remedy = "`hvdkit checkpoint inspect` lists all"
             raise ValueError(describe("names", repr(pattern), f"a name or pattern of tensors such as {known}", remedy))
         selected |= matches

@@ -1,4 +1,4 @@
-"""Atomic file writes: sync, rename, and errors that name the file."""
+"""Atomic file writes: sync, rename; reads of regular files only; and errors that name the file."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from hvdkit.errors import CheckpointError
+from hvdkit.errors import CheckpointError, CorruptCheckpointError
 
 _REMEDIES = {
     errno.ENOSPC: "free space there, or save elsewhere",
@@ -21,6 +22,16 @@ _REMEDIES = {
     errno.ENOENT: "something removed it",
     errno.EEXIST: "a file of that name exists: pass a folder",
     errno.ENOTDIR: "a part of the path is a file: pass a folder",
+    errno.ENAMETOOLONG: "use shorter names",
+}
+# Errors of this process or host, not of a file.
+_SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
 }
 
 
@@ -30,8 +41,78 @@ def checkpoint_errors(path: Path, action: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = _REMEDIES.get(error.errno or 0, "check the disk")
+        remedy = remedy_of(error.errno)
         raise CheckpointError(f"{path}: cannot be {action} ({error.strerror or error}); {remedy}") from error
+
+
+def remedy_of(code: int | None) -> str:
+    """Return what the user can do about the ``errno`` of a failed read or write."""
+    return _REMEDIES.get(code or 0, "check the disk")
+
+
+@contextlib.contextmanager
+def read_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError while a checkpoint's file is read into a CorruptCheckpointError that names the file.
+
+    A disk that reports an error has lost the file just like one that returns other bytes, so an older checkpoint can be
+    used. A shortage of memory or file descriptors is a plain CheckpointError.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _SHORTAGES:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror}); raise the limit (ulimit -a)") from error
+        if error.errno == errno.ENOENT:
+            reason = "is a link to a file that does not exist" if path.is_symlink() else "missing"
+        else:
+            reason = f"cannot be read ({error.strerror or error})"
+        raise CorruptCheckpointError(f"{path}: {reason}") from error
+
+
+def open_regular(path: Path) -> int:
+    """Open a regular file for reading, and return its descriptor; links are followed.
+
+    To open a FIFO waits for a writer, and a device has no end.
+
+    Raises:
+        CorruptCheckpointError: it is missing, is something else than a regular file, or cannot be read.
+    """
+    with read_errors(path):
+        _check_regular(path, path.stat())  # some devices do something when they are opened
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            _check_regular(path, os.fstat(descriptor))
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+
+def _check_regular(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        raise CorruptCheckpointError(f"{path}: is {kind}, expected a regular file")
+
+
+def regular_size(path: Path) -> int:
+    """Return the length of a regular file in bytes. Raises as :func:`open_regular` does."""
+    with read_errors(path):
+        status = path.stat()
+    _check_regular(path, status)
+    return status.st_size
+
+
+def read_bounded(path: Path, most: int) -> bytes:
+    """Return the contents of a small regular file.
+
+    Raises:
+        CorruptCheckpointError: it has more than ``most`` bytes, or as :func:`open_regular`.
+    """
+    with os.fdopen(open_regular(path), "rb") as file, read_errors(path):
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise CorruptCheckpointError(f"{path}: has {size} bytes, expected at most {most}")
+        return file.read(size)
 
 
 def sync(path: Path) -> None:
@@ -53,7 +134,7 @@ def atomic_file(path: Path, mode: str) -> Iterator[IO[Any]]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with checkpoint_errors(path, "written"):
         try:
-            with temporary.open(mode) as file:
+            with temporary.open(mode, encoding=None if "b" in mode else "utf-8") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())

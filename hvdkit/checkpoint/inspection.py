@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hvdkit.checkpoint.folder import find_damage, latest, list_checkpoints
-from hvdkit.checkpoint.manifest import NAME, Manifest, TensorEntry
+from hvdkit.checkpoint.manifest import NAME, Manifest, TensorEntry, step_of
 from hvdkit.checkpoint.reading import Reader
 from hvdkit.errors import CheckpointError, describe
-from hvdkit.machine.terminal import aligned
+from hvdkit.machine.terminal import aligned, printable
 
 _MAX_VALUE_LENGTH = 80  # characters of a value in the table
 
@@ -45,8 +43,8 @@ class Variable:
     @classmethod
     def of(cls, name: str, tensor: TensorEntry) -> Variable:
         """Return the description of ``name`` from its manifest entry."""
-        size = tensor.arrays * math.prod(tensor.shape) * np.dtype(tensor.dtype).itemsize
-        return cls(name, tensor.kind, tensor.shape, tensor.dtype, tensor.partition, len(tensor.parts), size)
+        parts = len(tensor.parts)
+        return cls(name, tensor.kind, tensor.shape, tensor.dtype, tensor.partition, parts, tensor.bytes)
 
 
 @dataclass(frozen=True)
@@ -82,12 +80,12 @@ class Inspection:
         return {**asdict(self), "path": str(self.path)}
 
     def __str__(self) -> str:
-        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        versions = ", ".join(printable(f"{name} {version}") for name, version in self.versions.items())
         lines = [
-            str(self.path),
-            f"step {self.step}, saved by {_plural(self.ranks, 'rank')}, {self.created} ({versions})",
+            printable(self.path),
+            f"step {self.step}, saved by {_plural(self.ranks, 'rank')}, {printable(self.created)} ({versions})",
             f"{_plural(len(self.variables), 'variable')}, {format_bytes(self.bytes)}",
-            *([f"DAMAGED: {self.damage}"] if self.damage else []),
+            *([f"DAMAGED: {printable(self.damage)}"] if self.damage else []),
             "",
             *aligned([("variable", "kind", "shape", "dtype", "bytes"), *map(_row, self.variables)], right=(4,)),
         ]
@@ -95,7 +93,7 @@ class Inspection:
         if values:
             lines += ["", *aligned([("value", ""), *values])]
         if self.rank_values:
-            lines += ["", f"one per rank: {', '.join(self.rank_values)}"]
+            lines += ["", f"one per rank: {', '.join(map(printable, self.rank_values))}"]
         return "\n".join(lines)
 
 
@@ -131,16 +129,16 @@ class Listing:
     def __str__(self) -> str:
         rows = [
             (
-                overview.path.name,
+                printable(overview.path.name),
                 *("?" if number is None else str(number) for number in (overview.step, overview.ranks)),
                 "?" if overview.bytes is None else format_bytes(overview.bytes),
-                overview.created or "?",
-                f"DAMAGED: {overview.damage}" if overview.damage else "whole",
+                printable(overview.created or "?"),
+                f"DAMAGED: {printable(overview.damage)}" if overview.damage else "whole",
             )
             for overview in self.checkpoints
         ]
         header = ("checkpoint", "step", "ranks", "bytes", "created", "state")
-        return "\n".join([str(self.path), "", *aligned([header, *rows], right=(1, 2, 3))])
+        return "\n".join([printable(self.path), "", *aligned([header, *rows], right=(1, 2, 3))])
 
 
 def inspect(path: str | Path) -> Inspection | Listing:
@@ -192,7 +190,7 @@ def checkpoints_at(path: Path) -> list[Path]:
     Raises:
         CheckpointError: no checkpoint is found.
     """
-    if (path / NAME).is_file():
+    if is_checkpoint(path):
         return [path]
     inner = path / "checkpoints"
     checkpoints = list_checkpoints(inner if inner.is_dir() else path)
@@ -201,13 +199,18 @@ def checkpoints_at(path: Path) -> list[Path]:
     return checkpoints
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Return True if ``path`` has a manifest, or is named like a step: then it is one, but may be damaged."""
+    return os.path.lexists(path / NAME) or (step_of(path) is not None and os.path.lexists(path))
+
+
 def newest_at(path: Path) -> Path:
     """Return ``path`` if it is a checkpoint, else the newest intact one of the folder or ``logdir``.
 
     Raises:
         CheckpointError: no checkpoint is found.
     """
-    if (path / NAME).is_file():
+    if is_checkpoint(path):
         return path
     newest = latest(path)
     if newest is None:
@@ -258,9 +261,10 @@ def _total_bytes(manifest: Manifest) -> int:
 
 
 def _row(variable: Variable) -> tuple[str, ...]:
-    kind = {"per_rank": f"one per rank ({variable.parts})", "sharded": f"sharded {variable.partition}"}
+    kinds = {"per_rank": f"one per rank ({variable.parts})", "sharded": f"sharded {printable(variable.partition)}"}
     shape = " x ".join(map(str, variable.shape)) or "scalar"
-    return variable.name, kind.get(variable.kind, variable.kind), shape, variable.dtype, format_bytes(variable.bytes)
+    kind = kinds.get(variable.kind, variable.kind)
+    return printable(variable.name), kind, shape, variable.dtype, format_bytes(variable.bytes)
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -270,7 +274,7 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
             yield from _leaves(f"{name}/{key}" if name else str(key), child)
     else:
         text = json.dumps(value)
-        yield name, text if len(text) <= _MAX_VALUE_LENGTH else f"{text[: _MAX_VALUE_LENGTH - 4]} ..."
+        yield printable(name), text if len(text) <= _MAX_VALUE_LENGTH else f"{text[: _MAX_VALUE_LENGTH - 4]} ..."
 
 
 def _plural(count: int, noun: str) -> str:

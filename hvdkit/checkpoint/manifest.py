@@ -5,8 +5,10 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import os
 import platform
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,9 +18,26 @@ import numpy as np
 import xxhash
 
 from hvdkit._version import __version__
-from hvdkit.checkpoint.files import checkpoint_errors, write_text
-from hvdkit.checkpoint.tensorfile import FileRecord, TensorFile
+from hvdkit.checkpoint.bounds import DIMENSIONS, RANKS, STEPS, TOTAL_BYTES, manifest_bytes
+from hvdkit.checkpoint.coverage import coverage_problem
+from hvdkit.checkpoint.files import read_bounded, read_errors, regular_size, write_text
+from hvdkit.checkpoint.schema import (
+    FieldError,
+    array,
+    checked,
+    choice,
+    entry_name,
+    integer,
+    json_of,
+    mapping,
+    optional,
+    plain,
+    text,
+    typed,
+)
+from hvdkit.checkpoint.tensorfile import DTYPES, FileRecord, TensorFile
 from hvdkit.errors import CheckpointError, CorruptCheckpointError
+from hvdkit.machine.terminal import printable
 from hvdkit.sharding.partition import FLAT
 
 NAME = "manifest.json"
@@ -32,6 +51,9 @@ rank.
 """
 
 
+_STEP = re.compile(r"step-([0-9]{9,18})")
+
+
 def shard_name(rank: int, size: int) -> str:
     """Return the name of a rank's file.
 
@@ -40,6 +62,22 @@ def shard_name(rank: int, size: int) -> str:
         'shard-00000-of-00004.safetensors'
     """
     return f"shard-{rank:05d}-of-{size:05d}.safetensors"
+
+
+def step_name(step: int) -> str:
+    """Return the name of a checkpoint's folder.
+
+    Example:
+        >>> step_name(1200)
+        'step-000001200'
+    """
+    return f"step-{step:09d}"
+
+
+def step_of(path: Path) -> int | None:
+    """Return the step in a checkpoint's name, or None for another name."""
+    match = _STEP.fullmatch(path.name)
+    return int(match[1]) if match else None
 
 
 @dataclass(frozen=True)
@@ -60,6 +98,10 @@ class Part:
     def ranges(self) -> tuple[range, ...]:
         """Return the global indices along each axis."""
         return tuple(range(*axis) for axis in self.index or ())
+
+    def shape_of(self, tensor: TensorEntry) -> tuple[int, ...]:
+        """Return the shape of this part of ``tensor``."""
+        return tensor.shape if self.index is None else tuple(map(len, self.ranges()))
 
 
 @dataclass(frozen=True)
@@ -86,12 +128,17 @@ class TensorEntry:
         return len(self.parts) if self.kind == "per_rank" else 1
 
     @property
+    def bytes(self) -> int:
+        """Bytes of all its arrays."""
+        return self.arrays * math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+    @property
     def index_lengths(self) -> tuple[int, ...]:
         """Lengths of the axes that the indices of parts refer to: one axis of all elements if the rule is "flat"."""
         return (math.prod(self.shape),) if self.partition == FLAT else self.shape
 
     def __str__(self) -> str:
-        rule = f" {self.partition}" if self.partition else ""
+        rule = f" {printable(self.partition)}" if self.partition else ""
         return f"{self.dtype}{list(self.shape)} ({self.kind}{rule})"
 
 
@@ -132,12 +179,29 @@ class Manifest:
         """
         self.created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         self.versions = {"hvdkit": __version__, "numpy": np.__version__, "python": platform.python_version()}
-        content = {"format": FORMAT, "format_version": VERSION}
+        content: dict[str, Any] = {"format": FORMAT, "format_version": VERSION}
         content |= {key: getattr(self, key) for key in _UNCHANGED}
         content["variables"] = {name: asdict(saved) for name, saved in self.variables.items()}
         content["files"] = {n: {"bytes": r.bytes, "checksum": r.checksum} for n, r in self.files.items()}
+        content = json.loads(json.dumps(content))  # as it will be read: with strings as keys, arrays for tuples
         self.checksum = content["checksum"] = _checksum(content)
-        write_text(folder / NAME, json.dumps(content, indent=1) + "\n")
+        written = json.dumps(content, indent=1) + "\n"
+        self._check_readable(folder, content, len(written))
+        write_text(folder / NAME, written)
+
+    def _check_readable(self, folder: Path, content: dict[str, Any], size: int) -> None:
+        """Raise CheckpointError if :meth:`load` would refuse this manifest: then the state must not be saved so."""
+        most = manifest_bytes(len(self.files))
+        if size > most:
+            raise CheckpointError(
+                f"{folder / NAME}: would have {size} bytes, expected at most {most}; save fewer values"
+            )
+        try:
+            _CONTENT[VERSION](content)
+        except FieldError as error:
+            raise CheckpointError(f"{folder / NAME}: cannot be saved: {error}; change what is saved") from None
+        for problem in self.part_problems():
+            raise CheckpointError(f"{folder / NAME}: cannot be saved: {problem}; correct its local_index")
 
     @classmethod
     def load(cls, folder: Path) -> Manifest:
@@ -145,67 +209,110 @@ class Manifest:
 
         Raises:
             CheckpointError: ``folder`` is not a checkpoint, or was written by a newer hvdkit.
-            CorruptCheckpointError: the manifest was modified, or a file is missing or truncated.
+            CorruptCheckpointError: the manifest is missing from a folder that is named like a step, cannot be read,
+                was modified, or has wrong contents; or a file is missing or truncated.
         """
         manifest = cls.parse(folder)
-        for name, record in manifest.files.items():
+        for name, file_record in manifest.files.items():
             file = folder / name
-            if not file.is_file():
+            if not os.path.lexists(file):
                 raise CorruptCheckpointError(f"{file}: missing, though {NAME} names it")
-            if file.stat().st_size != record.bytes:
+            size = regular_size(file)
+            if size != file_record.bytes:
                 raise CorruptCheckpointError(
-                    f"{file}: has {file.stat().st_size} bytes, but {record.bytes} were written (truncated?)"
+                    f"{file}: has {size} bytes, but {file_record.bytes} were written (truncated?)"
                 )
         return manifest
 
     @classmethod
-    def parse(cls, folder: Path) -> Manifest:
-        """Read only ``folder/manifest.json``. Raises as :meth:`load` does."""
+    def parse(cls, folder: Path, *, check_parts: bool = True) -> Manifest:
+        """Read only ``folder/manifest.json``. Raises as :meth:`load` does.
+
+        Args:
+            folder: the checkpoint's folder.
+            check_parts: raise if the parts of a tensor are wrong; otherwise the caller reports :meth:`part_problems`.
+        """
         file = folder / NAME
-        if not file.is_file():
+        if not os.path.lexists(file) and (step_of(folder) is None or not os.path.lexists(folder)):
             raise CheckpointError(
                 f"{folder}: is not a checkpoint: it has no {NAME}; pass a folder such as step-000001200"
             )
+        content = json_of(read_bounded(file, _most_bytes(folder)), file)
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            got = content.get("format") if isinstance(content, dict) else content
+            raise CorruptCheckpointError(f"{file}: format: {FieldError(got, repr(FORMAT))}")
+        version = checked(content.get("format_version"), integer(1), f"{file}: format_version")
+        if version > VERSION:
+            raise CheckpointError(
+                f"{file}: has format version {version}, and this hvdkit {__version__} reads up to {VERSION}; upgrade "
+                "hvdkit"
+            )
+        checksum = content.pop("checksum", None)
         try:
-            with checkpoint_errors(file, "read"):
-                content = json.loads(file.read_bytes())
-            if content["format"] != FORMAT:
-                raise CheckpointError(f"{file}: has the format {content['format']!r}, expected {FORMAT!r}")
-            if content["format_version"] > VERSION:
-                raise CheckpointError(
-                    f"{file}: has format version {content['format_version']}, and this hvdkit {__version__} reads up "
-                    f"to {VERSION}; upgrade hvdkit"
-                )
-            checksum = content.pop("checksum")
-            if checksum != _checksum(content):
-                raise CorruptCheckpointError(f"{file}: was changed after it was written (checksum differs)")
-            return cls._from_json(content, checksum)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CorruptCheckpointError(f"{file}: is damaged ({type(error).__name__}: {error})") from error
+            is_unchanged = checksum == _checksum(content)
+        except RecursionError:
+            is_unchanged = False
+        if not is_unchanged:
+            raise CorruptCheckpointError(f"{file}: was changed after it was written (checksum differs)")
+        manifest = checked(content, _CONTENT[version], file)
+        manifest.checksum = checksum
+        if manifest.step != (step := step_of(folder)) and step is not None:
+            raise CorruptCheckpointError(f"{file}: step: got {manifest.step}, expected {step}, as in the folder's name")
+        for problem in manifest.part_problems() if check_parts else ():
+            raise CorruptCheckpointError(f"{file}: {problem}")
+        return manifest
 
     @classmethod
-    def _from_json(cls, content: dict[str, Any], checksum: str) -> Manifest:
-        variables = {}
-        for name, saved in content["variables"].items():
-            parts = [
-                Part(p["file"], p["checksum"], p["index"] and tuple(tuple(axis) for axis in p["index"]))
-                for p in saved["parts"]
-            ]
-            variables[name] = TensorEntry(
-                saved["kind"], tuple(saved["shape"]), saved["dtype"], tuple(parts), saved["partition"]
-            )
-        files = {name: FileRecord(f["bytes"], f["checksum"], {}) for name, f in content["files"].items()}
-        for name in [*files, *(part.file for saved in variables.values() for part in saved.parts)]:
-            if name in ("", ".", "..") or {"/", "\0"} & set(name):
-                raise ValueError(f"it names the file {name!r}, which is not in this folder")
-        step, size = content["step"], content["size"]
-        if type(step) is not int or type(size) is not int or step < 0 or size < 1:
-            raise ValueError(f"step {step!r} and size {size!r} are not a step >= 0 and a size >= 1")
-        manifest = cls(variables=variables, files=files, checksum=checksum, **{key: content[key] for key in _UNCHANGED})
-        if content["format_version"] == 1:
-            manifest._version_1_values = content["rank_values"]
-            manifest.rank_values = list(content["rank_values"])
+    def _of_version_1(cls, *, rank_values: dict[str, Any], size: int, **others: Any) -> Manifest:
+        for name, values in rank_values.items():
+            if len(values) != size:
+                raise FieldError(len(values), f"a value for each of {size} ranks", "rank_values", name)
+        manifest = cls(rank_values=list(rank_values), size=size, **others)
+        manifest._check_sizes()
+        manifest._version_1_values = rank_values
         return manifest
+
+    @classmethod
+    def _of_version_2(cls, **fields: Any) -> Manifest:
+        manifest = cls(**fields)
+        manifest.rank_values = list(manifest.rank_values)
+        for rank in range(manifest.size if manifest.rank_values else 0):  # ends at the first that is missing
+            if (name := shard_name(rank, manifest.size)) not in manifest.files:
+                expected = f"the number of ranks that wrote a file: {name} is not among its files"
+                raise FieldError(manifest.size, expected, "size")
+        manifest._check_sizes()
+        return manifest
+
+    def _check_sizes(self) -> None:
+        """Check that no tensor is larger than all files, whose lengths :meth:`load` compares with the real ones."""
+        total = sum(file.bytes for file in self.files.values())
+        for name, tensor in self.variables.items():
+            if tensor.bytes > total:
+                raise FieldError(
+                    list(tensor.shape), f"at most the {total} bytes of all files", "variables", name, "shape"
+                )
+
+    def part_problems(self) -> Iterator[str]:
+        """Yield a message for each tensor with missing, extra, overlapping or misplaced parts."""
+        coverage_problems: dict[object, str | None] = {}  # by shape and partition
+        for name, tensor in self.variables.items():
+            problem = None
+            if tensor.kind == "sharded":
+                key = (tensor.index_lengths, tuple(part.index for part in tensor.parts))
+                if key not in coverage_problems:  # slots are partitioned like their variable
+                    coverage_problems[key] = coverage_problem(tensor)
+                problem = coverage_problems[key]
+            elif len(tensor.parts) != (expected := self.size if tensor.kind == "per_rank" else 1):
+                problem = f"has {len(tensor.parts)} parts, expected {expected}"
+            elif any(part.index is not None for part in tensor.parts):
+                problem = "has an index, expected none"
+            if problem:
+                yield f"{name!r}, {tensor}, {problem}"
+            for rank, part in enumerate(tensor.parts):
+                if part.file not in self.files:
+                    yield f"{name!r} is in {part.file}, which is not among the files"
+                elif tensor.kind == "per_rank" and rank < self.size and part.file != shard_name(rank, self.size):
+                    yield f"{name!r} of rank {rank} is in {part.file}, expected {shard_name(rank, self.size)}"
 
     def rank_values_in(self, rank: int, file: TensorFile | None) -> Mapping[str, Any]:
         """Return the values specific to ``rank``, by name, from its open ``file`` (None if it did not write one).
@@ -217,12 +324,12 @@ class Manifest:
             return {name: values[rank] for name, values in self._version_1_values.items()}
         if not self.rank_values:
             return {}
-        try:
-            values = json.loads(file.metadata[RANK_VALUES] if file is not None else "{}")
-            return {name: values[name] for name in self.rank_values}
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            path = shard_name(rank, self.size) if file is None else file.path
-            raise CorruptCheckpointError(f"{path}: lacks values of rank {rank} ({error!r})") from error
+        path = shard_name(rank, self.size) if file is None else file.path
+        values = json_of(file.metadata.get(RANK_VALUES, "{}") if file is not None else "{}", path)
+        values = checked(values, mapping(plain), f"{path}: {RANK_VALUES}")
+        if missing := [name for name in self.rank_values if name not in values]:
+            raise CorruptCheckpointError(f"{path}: lacks values of rank {rank} ({missing[0]!r})")
+        return {name: values[name] for name in self.rank_values}
 
     def files_with_rank_values(self) -> dict[str, int]:
         """Return the files that hold rank-specific values, mapped to the rank; empty in version 1."""
@@ -249,11 +356,29 @@ class Manifest:
             raise CorruptCheckpointError(f"{folder / NAME}: {file} is not among its files")
         tensor_file = TensorFile(folder / file, self.files[file])
         for name, part in self.parts_by_file[file]:
-            location = tensor_file.locations.get(name)
-            if location is None or location.checksum() != part.checksum:
+            problem = self.mismatch(tensor_file, name, part)
+            if problem is not None:
                 tensor_file.close()
-                raise CorruptCheckpointError(f"{folder / file}: {name!r} does not match {NAME} (checksum differs)")
+                raise CorruptCheckpointError(problem)
         return tensor_file
+
+    def mismatch(self, file: TensorFile, name: str, part: Part) -> str | None:
+        """Return how the header of ``file`` differs from ``part`` of the tensor ``name``, or None."""
+        location, tensor = file.locations.get(name), self.variables[name]
+        if location is None:
+            return f"{file.path}: {name!r} does not match {NAME} (it is not in the file)"
+        shape = part.shape_of(tensor)
+        if (location.dtype.name, location.shape) != (tensor.dtype, shape):
+            got, expected = f"{location.dtype.name}{list(location.shape)}", f"{tensor.dtype}{list(shape)}"
+            return f"{file.path}: {name!r} does not match {NAME} (got {got}, expected {expected})"
+        if location.checksum() != part.checksum:
+            return f"{file.path}: {name!r} does not match {NAME} (checksum differs)"
+        return None
+
+
+def _most_bytes(folder: Path) -> int:
+    with read_errors(folder):
+        return manifest_bytes(sum(1 for _ in folder.iterdir()))
 
 
 _UNCHANGED = ("step", "size", "values", "rank_values", "created", "versions")
@@ -262,3 +387,45 @@ _UNCHANGED = ("step", "size", "values", "rank_values", "created", "versions")
 def _checksum(content: dict[str, Any]) -> str:
     """Return the checksum of a manifest's content, which excludes the checksum itself."""
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _axis(value: Any) -> tuple[int, int, int]:
+    """Schema of the indices along an axis, ``[start, stop, step]``."""
+    if (type(value) is list or type(value) is tuple) and len(value) == 3:
+        start, stop, step = value
+        are_integers = type(start) is int and type(stop) is int and type(step) is int
+        if are_integers and 0 <= start <= TOTAL_BYTES and 0 <= stop <= TOTAL_BYTES and 1 <= step <= TOTAL_BYTES:
+            return start, stop, step
+    raise FieldError(value, "[start, stop, step]: integers of at least 0, 0 and 1")
+
+
+def _tensor(shape: tuple[int, ...], dtype: str, **others: Any) -> TensorEntry:
+    if math.prod(max(1, axis) for axis in shape) * np.dtype(dtype).itemsize > TOTAL_BYTES:
+        raise FieldError(list(shape), f"at most {TOTAL_BYTES} bytes", "shape")
+    return TensorEntry(shape=shape, dtype=dtype, **others)
+
+
+_FILE_NAME = text(re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}"), "the name of a file in this folder")
+_DIGEST = text(re.compile(r"[0-9a-f]{32}"), "32 hexadecimal digits")
+_PART = typed(Part, file=_FILE_NAME, checksum=_DIGEST, index=optional(array(_axis, most=DIMENSIONS)))
+_TENSOR = typed(
+    _tensor,
+    kind=choice({"replicated": "replicated", "sharded": "sharded", "per_rank": "per_rank"}),
+    shape=array(integer(), most=DIMENSIONS),
+    dtype=choice({dtype.name: dtype.name for dtype in DTYPES.values()}),
+    parts=array(_PART),
+    partition=optional(text()),
+)
+_FIELDS: Mapping[str, Any] = {
+    "step": integer(0, STEPS),
+    "size": integer(1, RANKS),
+    "variables": mapping(_TENSOR),
+    "values": mapping(plain),
+    "files": mapping(typed(FileRecord.of, bytes=integer(), checksum=_DIGEST), _FILE_NAME),
+    "created": text(),
+    "versions": mapping(text(), text()),
+}
+_CONTENT: Mapping[int, Any] = {
+    1: typed(Manifest._of_version_1, rank_values=mapping(array(plain)), **_FIELDS),
+    2: typed(Manifest._of_version_2, rank_values=array(entry_name), **_FIELDS),
+}

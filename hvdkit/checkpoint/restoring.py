@@ -12,7 +12,7 @@ from hvdkit import cluster
 from hvdkit.checkpoint.chief_io import restore_through_chief
 from hvdkit.checkpoint.entries import Entry, State
 from hvdkit.checkpoint.folder import clear_damage, record_damage
-from hvdkit.checkpoint.manifest import Manifest
+from hvdkit.checkpoint.manifest import NAME, Manifest, shard_name
 from hvdkit.checkpoint.matching import match
 from hvdkit.checkpoint.rank_checks import agreed_manifest, agreed_state, run_on_all_ranks, run_on_chief
 from hvdkit.checkpoint.reading import Reader
@@ -59,7 +59,9 @@ def restore(path: str | Path, into: Mapping[str, Any], *, gather: bool = False) 
         names = run_on_all_ranks("names in a checkpoint", lambda: match(manifest, state, path))
         rank_values = _read_rank_values(path, manifest, state, gather)
         # Restore values first: if they do not fit, tensors are still unchanged.
-        run_on_all_ranks("values of a checkpoint", lambda: _restore_values(path, manifest, state, rank_values))
+        run_on_all_ranks(
+            "values of a checkpoint", lambda: restore_values(path, manifest, state, rank_values, cluster.rank())
+        )
         _restore_tensors(path, manifest, state, names, gather)
     except CorruptCheckpointError as damage:
         if cluster.is_chief():
@@ -72,14 +74,23 @@ def restore(path: str | Path, into: Mapping[str, Any], *, gather: bool = False) 
     return {key: _replace(key, item, state.restored) for key, item in into.items()}
 
 
-def _restore_values(path: Path, manifest: Manifest, state: State, rank_values: Mapping[str, Any]) -> None:
+def restore_values(path: Path, manifest: Manifest, state: State, rank_values: Mapping[str, Any], rank: int) -> None:
+    """Set the plain values of a state, and those of ``rank`` from ``rank_values`` if it saved some.
+
+    Raises:
+        CorruptCheckpointError: a value is none that such an object has; the message names the file and the value.
+        CheckpointError: a value does not fit this run, e.g. another data set; the message names it.
+    """
     for name, value in state.values.items():
+        if value.per_rank and rank >= manifest.size:
+            continue
+        saved = rank_values[name] if value.per_rank else manifest.values[name]
         try:
-            if not value.per_rank:
-                value.assign(manifest.values[name])
-            elif cluster.rank() < manifest.size:
-                value.assign(rank_values[name])
-        except (ValueError, TypeError, KeyError) as error:
+            value.assign(saved)
+        except CorruptCheckpointError as error:
+            file = shard_name(rank, manifest.size) if value.per_rank else NAME
+            raise CorruptCheckpointError(f"{path / file}: value {name!r}: {error}") from None
+        except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
             raise CheckpointError(f"{path}: {name!r} does not fit this run: {error}") from error
 
 

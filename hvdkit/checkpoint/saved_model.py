@@ -18,7 +18,7 @@ from hvdkit.checkpoint.inspection import newest_at
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.matching import match
 from hvdkit.checkpoint.reading import Reader
-from hvdkit.checkpoint.restoring import read_part
+from hvdkit.checkpoint.restoring import read_part, restore_values
 from hvdkit.checkpoint.state import flatten
 from hvdkit.errors import describe
 from hvdkit.sharding.shards import shard_of
@@ -112,5 +112,5 @@ def _restore(path: Path, into: dict[str, Any]) -> None:
             part = read_part(reader, entry, names[entry.name], 0, 1)
             if part is not None:
                 entry.assign(part)
-        for name, value in state.values.items():
-            value.assign(reader.rank_values(0)[name] if value.per_rank else manifest.values[name])
+        needs_rank_values = any(value.per_rank for value in state.values.values())
+        restore_values(path, manifest, state, reader.rank_values(0) if needs_rank_values else {}, 0)

@@ -11,8 +11,10 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.checkpoint.entries import Entry, Kind, Resize, State, Value
+from hvdkit.checkpoint.generators import numpy_state, python_state, state_to_json
+from hvdkit.checkpoint.schema import FieldError
 from hvdkit.checkpoint.tensorfile import Allowed, storable
-from hvdkit.errors import describe
+from hvdkit.errors import CorruptCheckpointError, describe
 from hvdkit.sharding.shards import (
     AnyVariable,
     FlatShardState,
@@ -132,7 +134,7 @@ def _walk(state: State, name: str, item: Any) -> None:
             key = variable_name(child) if isinstance(child, tf.Variable | keras.Variable) else number
             _walk(state, f"{name}/{key}", child)
     elif item is None or isinstance(item, bool | int | float | str):
-        state.values[name] = Value(lambda: item, lambda value: state.restored.__setitem__(name, value))
+        state.values[name] = Value(lambda: item, lambda value: state.restored.__setitem__(name, _scalar(value)))
     else:
         raise TypeError(
             describe(
@@ -208,8 +210,17 @@ def _add_optimizer(state: State, name: str, optimizer: Any) -> None:
             _add_variable(state, path, variable, "replicated", key=name, allowed="finite")
 
 
-def _check_accumulation(steps: int, saved: int) -> None:
+def _scalar(value: Any) -> Any:
+    """Return a saved value that was no mapping or sequence. Its type may differ from that of the current one."""
+    if value is not None and not isinstance(value, bool | int | float | str):
+        raise CorruptCheckpointError(str(FieldError(value, "a number, a string, true, false or null")))
+    return value
+
+
+def _check_accumulation(steps: int, saved: Any) -> None:
     """Check the number of accumulation steps: accumulated gradients are valid only for the same number."""
+    if type(saved) is not int or saved < 1:
+        raise CorruptCheckpointError(str(FieldError(saved, "an integer of at least 1")))
     if steps != saved:
         raise ValueError(describe("accumulate_steps", steps, f"{saved}, as saved", "restore with the same number"))
 
@@ -299,38 +310,21 @@ def _add_generator(state: State, name: str, item: Any) -> bool:
     elif isinstance(item, np.random.Generator):
         bits = item.bit_generator
         state.values[name] = Value(
-            lambda: _to_json(bits.state), lambda value: setattr(bits, "state", _from_json(value)), per_rank=True
+            lambda: state_to_json(bits.state),
+            lambda saved: setattr(bits, "state", numpy_state(saved, bits.state)),
+            per_rank=True,
         )
     elif isinstance(item, np.random.RandomState) or item is np.random:
         state.values[name] = Value(
-            lambda: _to_json(item.get_state(legacy=False)),
-            lambda value: item.set_state(_from_json(value)),
+            lambda: state_to_json(item.get_state(legacy=False)),
+            lambda saved: item.set_state(numpy_state(saved, item.get_state(legacy=False))),
             per_rank=True,
         )
     elif isinstance(item, random.Random) or item is random:
-        state.values[name] = Value(
-            item.getstate, lambda value: item.setstate((value[0], tuple(value[1]), value[2])), per_rank=True
-        )
+        state.values[name] = Value(item.getstate, lambda saved: item.setstate(python_state(saved)), per_rank=True)
     else:
         return False
     return True
-
-
-def _to_json(state: Any) -> Any:
-    """Return a generator's state with its arrays as lists, for JSON."""
-    if isinstance(state, Mapping):
-        return {key: _to_json(value) for key, value in state.items()}
-    if isinstance(state, np.ndarray):
-        return {"array": state.tolist(), "dtype": state.dtype.name}
-    return state.item() if isinstance(state, np.generic) else state
-
-
-def _from_json(state: Any) -> Any:
-    if isinstance(state, Mapping):
-        if set(state) == {"array", "dtype"}:
-            return np.array(state["array"], state["dtype"])
-        return {key: _from_json(value) for key, value in state.items()}
-    return state
 
 
 def _add(state: State, entry: Entry) -> None:

@@ -24,13 +24,15 @@ import ml_dtypes
 import numpy as np
 import xxhash
 
-from hvdkit.checkpoint.files import checkpoint_errors
+from hvdkit.checkpoint.bounds import DIMENSIONS, HEADER_BYTES, TOTAL_BYTES
+from hvdkit.checkpoint.files import checkpoint_errors, open_regular, read_errors
+from hvdkit.checkpoint.schema import FieldError, array, checked, choice, integer, json_of, mapping, text, typed
 from hvdkit.errors import CheckpointError, CorruptCheckpointError, NonFiniteError, describe
 
 # Also the I/O size: a larger block would be evicted from the core's cache between its checksum and its write.
 BLOCK_BYTES = 2**20
 
-_DTYPES = {
+DTYPES: Mapping[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
     "U8": np.dtype(np.uint8),
     "I8": np.dtype(np.int8),
@@ -48,8 +50,7 @@ _DTYPES = {
     "F64": np.dtype(np.float64),
     "C64": np.dtype(np.complex64),
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_HEADER_LIMIT = 100_000_000  # limit of the safetensors package
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _DIGESTS = "xxh3_64 "  # prefix of the metadata key of a tensor's checksums
 # Bit patterns of infinity for 16-bit floats; NaNs are larger. NumPy's checks for these dtypes are 20 times slower.
 _INFINITY_BITS = {np.dtype(np.float16): 0x7C00, np.dtype(ml_dtypes.bfloat16): 0x7F80}
@@ -105,6 +106,11 @@ class TensorLocation(NamedTuple):
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     @property
+    def bytes(self) -> int:
+        """Bytes of all rows."""
+        return self.rows * self.row_bytes
+
+    @property
     def block_rows(self) -> int:
         """Rows per checksum; the last block may have fewer."""
         return max(1, BLOCK_BYTES // max(1, self.row_bytes))
@@ -112,7 +118,7 @@ class TensorLocation(NamedTuple):
     @property
     def blocks(self) -> int:
         """The number of checksums."""
-        return 0 if self.rows * self.row_bytes == 0 else -(-self.rows // self.block_rows)
+        return 0 if self.bytes == 0 else -(-self.rows // self.block_rows)
 
     def checksum(self) -> str:
         """Return the checksum of the whole tensor, computed over its blocks' checksums."""
@@ -125,6 +131,11 @@ class FileRecord(NamedTuple):
     bytes: int
     checksum: str
     tensors: dict[str, str]
+
+    @classmethod
+    def of(cls, bytes: int, checksum: str) -> FileRecord:
+        """Return the record of a file as the manifest has it, which keeps the tensors' checksums elsewhere."""
+        return cls(bytes, checksum, {})
 
 
 def storable(dtype: np.dtype) -> bool:
@@ -171,7 +182,7 @@ def _locations(tensors: Sequence[OutgoingTensor]) -> dict[str, TensorLocation]:
             )
         location = TensorLocation(tensor.dtype, tensor.shape, start, "")
         locations[tensor.name] = location._replace(digests="0" * (16 * location.blocks))
-        start += location.rows * location.row_bytes
+        start += location.bytes
     return locations
 
 
@@ -179,10 +190,13 @@ def _header(locations: dict[str, TensorLocation], metadata: Mapping[str, str]) -
     digests = {f"{_DIGESTS}{name}": x.digests for name, x in locations.items()}
     entries: dict[str, Any] = {"__metadata__": {**metadata, **digests}}
     for name, x in locations.items():
-        end = x.start + x.rows * x.row_bytes
+        end = x.start + x.bytes
         entries[name] = {"dtype": _NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [x.start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > HEADER_BYTES:
+        got = f"a header of {len(text)} bytes"
+        raise CheckpointError(describe("state", got, f"at most {HEADER_BYTES} for each rank", "save fewer tensors"))
     return struct.pack("<Q", len(text)) + text
 
 
@@ -248,23 +262,26 @@ class TensorFile(contextlib.AbstractContextManager["TensorFile"]):
     Args:
         path: the file.
         record: the manifest's record of it, if known; the file is checked against it.
+        truncated: the file may have another length, e.g. to find out which tensors a shorter one lacks.
 
     Attributes:
+        size: its length in bytes.
         locations: its tensors by name.
         metadata: the ``metadata`` passed to ``write_file``.
 
     Raises:
-        CheckpointError: the file is missing or cannot be read.
-        CorruptCheckpointError: its length or header differs from the record.
+        CorruptCheckpointError: the file is missing, not a regular file, or cannot be read; its length or header differs
+            from the record; or its header describes other bytes than those of the file.
     """
 
-    def __init__(self, path: Path, record: FileRecord | None = None):
+    def __init__(self, path: Path, record: FileRecord | None = None, *, truncated: bool = False):
         self.path = path
+        self.size = 0
         self.bytes_read = 0
         self.metadata: dict[str, str] = {}
         self._descriptor: int | None = None
         try:
-            self.locations = self._read_header(record)
+            self.locations = self._read_header(record, truncated)
         except BaseException:
             self.close()
             raise
@@ -310,6 +327,7 @@ class TensorFile(contextlib.AbstractContextManager["TensorFile"]):
             return
         step = location.block_rows
         for first, last in _blocks(location, rows[0] // step, rows[-1] // step + 1):
+            self._check_length(location, last)
             start = max(0, -((rows.start - first) // rows.step))
             stop = min(len(rows), -((rows.start - last) // rows.step))
             if start >= stop:
@@ -327,6 +345,11 @@ class TensorFile(contextlib.AbstractContextManager["TensorFile"]):
             raise CorruptCheckpointError(f"{self.path}: contains no {name!r}, although the manifest lists it")
         return self.locations[name]
 
+    def _check_length(self, location: TensorLocation, rows: int) -> None:
+        """Check that the file has ``rows`` of a tensor, before memory is allocated for them."""
+        if self._data + location.start + rows * location.row_bytes > self.size:
+            raise CorruptCheckpointError(f"{self.path}: truncated at byte {self.size}")
+
     def _fill(self, name: str, location: TensorLocation, first: int, block: np.ndarray) -> None:
         """Read and verify the checksum block that starts at row ``first``."""
         view = _bytes_of(block)
@@ -338,9 +361,9 @@ class TensorFile(contextlib.AbstractContextManager["TensorFile"]):
             )
 
     def _read_into(self, view: memoryview, offset: int) -> None:
-        with checkpoint_errors(self.path, "read"):
+        with read_errors(self.path):
             if self._descriptor is None:
-                self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                self._descriptor = open_regular(self.path)
             while view:
                 got = os.preadv(self._descriptor, [view], offset)
                 if got == 0:
@@ -348,32 +371,73 @@ class TensorFile(contextlib.AbstractContextManager["TensorFile"]):
                 self.bytes_read += got
                 view, offset = view[got:], offset + got
 
-    def _read_header(self, record: FileRecord | None) -> dict[str, TensorLocation]:
-        with checkpoint_errors(self.path, "read"):
-            size = self.path.stat().st_size
-        if record is not None and size != record.bytes:
-            raise CorruptCheckpointError(f"{self.path}: has {size} bytes, but {record.bytes} were written")
+    def _read_header(self, record: FileRecord | None, truncated: bool) -> dict[str, TensorLocation]:
+        self._descriptor = open_regular(self.path)
+        self.size = os.fstat(self._descriptor).st_size
+        if record is not None and self.size != record.bytes and not truncated:
+            raise CorruptCheckpointError(f"{self.path}: has {self.size} bytes, but {record.bytes} were written")
         length = bytearray(8)
         self._read_into(memoryview(length), 0)
         (count,) = struct.unpack("<Q", length)
-        if count > min(size, _HEADER_LIMIT):
+        if count > min(self.size - 8, HEADER_BYTES):
             raise CorruptCheckpointError(f"{self.path}: is not a safetensors file (a header of {count} bytes)")
-        text = bytearray(count)
-        self._read_into(memoryview(text), 8)
-        if record is not None and xxhash.xxh3_128_hexdigest(bytes(length + text)) != record.checksum:
+        header = bytearray(count)
+        self._read_into(memoryview(header), 8)
+        if record is not None and xxhash.xxh3_128_hexdigest(bytes(length + header)) != record.checksum:
             raise CorruptCheckpointError(f"{self.path}: its header is damaged (checksum differs)")
         self._data = 8 + count
-        try:
-            entries = json.loads(bytes(text))
-            metadata = entries.pop("__metadata__")
-            self.metadata = {key: value for key, value in metadata.items() if not key.startswith(_DIGESTS)}
-            return {
-                name: TensorLocation(
-                    _DTYPES[e["dtype"]], tuple(e["shape"]), e["data_offsets"][0], metadata[f"{_DIGESTS}{name}"]
-                )
-                for name, e in entries.items()
-            }
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-            raise CheckpointError(
-                f"{self.path}: was not written by hvdkit ({type(error).__name__}: {error})"
-            ) from error
+        entries = json_of(header, self.path)
+        if not isinstance(entries, dict) or "__metadata__" not in entries:
+            raise CorruptCheckpointError(f"{self.path}: was not written by hvdkit (its header has no __metadata__)")
+        metadata = checked(entries.pop("__metadata__"), _METADATA, f"{self.path}: __metadata__")
+        self.metadata = {key: value for key, value in metadata.items() if not key.startswith(_DIGESTS)}
+        locations = checked(entries, _HEADER, self.path)
+        for name in locations:
+            if (digests := metadata.get(f"{_DIGESTS}{name}")) is None:
+                raise CorruptCheckpointError(f"{self.path}: was not written by hvdkit ({name!r} has no checksums)")
+            locations[name] = locations[name]._replace(digests=digests)
+        self._check_locations(locations, None if record is None else record.bytes - self._data)
+        return locations
+
+    def _check_locations(self, locations: Mapping[str, TensorLocation], data_bytes: int | None) -> None:
+        """Check that tensors follow each other without gaps, and have a checksum for each block.
+
+        The number of checksums bounds that of blocks by the length of the header.
+        """
+        end = 0
+        for name, location in sorted(locations.items(), key=lambda item: (item[1].start, item[1].bytes)):
+            if location.start != end:
+                reason = f"{name!r} starts at byte {location.start}, expected {end}"
+                raise CorruptCheckpointError(f"{self.path}: data_offsets: {reason}")
+            end += location.bytes
+            if not _is_hex(location.digests, 16 * location.blocks):
+                reason = f"{name!r} has no checksum of 16 digits for each of its {location.blocks} blocks"
+                raise CorruptCheckpointError(f"{self.path}: __metadata__: {reason}")
+        if data_bytes is not None and end != data_bytes:
+            raise CorruptCheckpointError(f"{self.path}: its tensors have {end} bytes, and the file has {data_bytes}")
+
+
+def _is_hex(text: str, length: int) -> bool:
+    return len(text) == length and not set(text) - set("0123456789abcdef")
+
+
+def _tensor_location(dtype: np.dtype, shape: tuple[int, ...], data_offsets: tuple[int, int]) -> TensorLocation:
+    start, stop = data_offsets
+    if math.prod(max(1, axis) for axis in shape) * dtype.itemsize > TOTAL_BYTES:
+        raise FieldError(list(shape), f"at most {TOTAL_BYTES} bytes", "shape")
+    location = TensorLocation(dtype, shape, start, "")
+    if stop - start != location.bytes:
+        expected = f"those of {location.bytes} bytes, as {dtype.name}{list(shape)} has"
+        raise FieldError(f"{start} to {stop}", expected, "data_offsets")
+    return location
+
+
+_HEADER = mapping(
+    typed(
+        _tensor_location,
+        dtype=choice(DTYPES),
+        shape=array(integer(), most=DIMENSIONS),
+        data_offsets=array(integer(), exactly=2),
+    )
+)
+_METADATA = mapping(text(most=None), key=text(most=None))

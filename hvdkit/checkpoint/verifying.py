@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -13,10 +14,9 @@ import numpy as np
 
 from hvdkit.checkpoint.folder import clear_damage, record_damage
 from hvdkit.checkpoint.inspection import checkpoints_at, format_bytes
-from hvdkit.checkpoint.manifest import NAME, Manifest, Part, TensorEntry
-from hvdkit.checkpoint.tensorfile import FileRecord, TensorFile, TensorLocation
+from hvdkit.checkpoint.manifest import NAME, Manifest, Part
+from hvdkit.checkpoint.tensorfile import TensorFile, TensorLocation
 from hvdkit.errors import CheckpointError, CorruptCheckpointError
-from hvdkit.sharding.partition import intersect
 
 Progress = Callable[[int], None]
 
@@ -76,7 +76,7 @@ def verify(path: str | Path, *, progress: Progress = lambda _: None) -> Verified
     total = VerifiedCounts()
     for checkpoint in checkpoints_at(Path(path)):
         try:
-            verifier = _Verifier(checkpoint, Manifest.parse(checkpoint), progress)
+            verifier = _Verifier(checkpoint, Manifest.parse(checkpoint, check_parts=False), progress)
         except CheckpointError as error:
             all_problems.append(error)
             continue
@@ -99,13 +99,9 @@ def bytes_to_verify(path: str | Path) -> int:
     for checkpoint in checkpoints_at(Path(path)):
         with contextlib.suppress(CheckpointError):  # verify reports it
             for tensor in Manifest.parse(checkpoint).variables.values():
-                elements = sum(math.prod(_part_shape(tensor, part)) for part in tensor.parts)
+                elements = sum(math.prod(part.shape_of(tensor)) for part in tensor.parts)
                 total += elements * np.dtype(tensor.dtype).itemsize
     return total
-
-
-def _part_shape(tensor: TensorEntry, part: Part) -> tuple[int, ...]:
-    return tensor.shape if part.index is None else tuple(len(axis) for axis in part.ranges())
 
 
 class _Verifier:
@@ -114,7 +110,6 @@ class _Verifier:
     def __init__(self, path: Path, manifest: Manifest, progress: Progress):
         self._path, self._manifest, self._progress = path, manifest, progress
         self._with_values = manifest.files_with_rank_values()
-        self._coverage_problems: dict[object, str | None] = {}  # by shape and partition
         self._tensors, self._bytes = 0, 0
 
     @property
@@ -123,42 +118,24 @@ class _Verifier:
 
     def find_problems(self) -> list[CheckpointError]:
         """Read the whole checkpoint and return all problems."""
-        problems = [CorruptCheckpointError(message) for message in self._check_parts()]
-        for file in self._with_values.keys() - self._manifest.files.keys():
-            problems.append(CorruptCheckpointError(f"{self._path / NAME}: {file} is not among its files"))
+        problems: list[CheckpointError] = [
+            CorruptCheckpointError(f"{self._path / NAME}: {problem}") for problem in self._manifest.part_problems()
+        ]
         return problems + [problem for file in self._manifest.files for problem in self._check_file(file)]
-
-    def _check_parts(self) -> Iterator[str]:
-        """Yield a message for each tensor with missing, extra or overlapping parts."""
-        for name, tensor in self._manifest.variables.items():
-            problem = None
-            if tensor.kind == "sharded":
-                key = (tensor.index_lengths, tuple(part.index for part in tensor.parts))
-                if key not in self._coverage_problems:  # slots are partitioned like their variable
-                    self._coverage_problems[key] = coverage_problem(tensor)
-                problem = self._coverage_problems[key]
-            elif len(tensor.parts) != (expected := self._manifest.size if tensor.kind == "per_rank" else 1):
-                problem = f"has {len(tensor.parts)} parts, expected {expected}"
-            if problem:
-                yield f"{self._path / NAME}: {name!r}, {tensor}, {problem}"
-            for part in tensor.parts:
-                if part.file not in self._manifest.files:
-                    yield f"{self._path / NAME}: {name!r} is in {part.file}, which is not among the files"
 
     def _check_file(self, name: str) -> Iterator[CheckpointError]:
         path, record = self._path / name, self._manifest.files[name]
-        if not path.is_file():
+        if not os.path.lexists(path):
             yield CorruptCheckpointError(f"{path}: missing, though {NAME} names it")
             return
-        size = path.stat().st_size
-        if size != record.bytes:
-            yield CorruptCheckpointError(f"{path}: has {size} bytes, but {record.bytes} were written (truncated?)")
         try:
             # The header of a truncated file shows which tensors are affected.
-            file = TensorFile(path, FileRecord(size, record.checksum, {}))
+            file = TensorFile(path, record, truncated=True)
         except CheckpointError as error:
             yield error
             return
+        if file.size != record.bytes:
+            yield CorruptCheckpointError(f"{path}: has {file.size} bytes, but {record.bytes} were written (truncated?)")
         with file:
             try:
                 if name in self._with_values:
@@ -166,16 +143,15 @@ class _Verifier:
             except CorruptCheckpointError as error:
                 yield error
             for tensor_name, part in self._manifest.parts_by_file[name]:
-                yield from self._check_part(file, tensor_name, self._manifest.variables[tensor_name], part)
+                yield from self._check_part(file, tensor_name, part)
 
-    def _check_part(self, file: TensorFile, name: str, tensor: TensorEntry, part: Part) -> Iterator[CheckpointError]:
-        location = file.locations.get(name)
-        expected = (_part_shape(tensor, part), np.dtype(tensor.dtype), part.checksum)
-        if location is None or (location.shape, location.dtype, location.checksum()) != expected:
-            yield CorruptCheckpointError(f"{file.path}: {name!r} does not match {NAME}")
+    def _check_part(self, file: TensorFile, name: str, part: Part) -> Iterator[CheckpointError]:
+        if (mismatch := self._manifest.mismatch(file, name, part)) is not None:
+            yield CorruptCheckpointError(mismatch)
             return
+        location = file.locations[name]
         self._tensors += 1
-        self._bytes += location.rows * location.row_bytes
+        self._bytes += location.bytes
         try:
             damaged = find_damaged_rows(file, name, location, self._progress)
         except CheckpointError as error:
@@ -196,6 +172,9 @@ def find_damaged_rows(
     """
     damaged: list[tuple[int, int]] = []
     step = location.block_rows
+    if location.row_bytes > file.size:  # a truncated file, in whose header any number may be
+        progress(location.bytes)
+        return [(0, location.rows)]
     buffer = np.empty((min(step, location.rows), *location.shape[1:]), location.dtype)
     for start in range(0, location.rows if location.blocks else 0, step):
         stop = min(start + step, location.rows)
@@ -206,48 +185,3 @@ def find_damaged_rows(
             damaged.append((damaged.pop()[0] if extends_last else start, stop))
         progress((stop - start) * location.row_bytes)
     return damaged
-
-
-def coverage_problem(tensor: TensorEntry) -> str | None:
-    """Return None if the parts of a sharded tensor cover it exactly once, else a description of the problem.
-
-    Parts cover the tensor if they are disjoint, within bounds, and have as many elements as the tensor.
-    """
-    boxes, lengths = [part.ranges() for part in tensor.parts], tensor.index_lengths
-    for part, box in zip(tensor.parts, boxes, strict=True):
-        is_inside = all(not axis or (axis[0] >= 0 and axis[-1] < n) for axis, n in zip(box, lengths, strict=False))
-        if len(box) != len(lengths) or not is_inside:
-            return f"has a part in {part.file} that lies outside: {part.index}"
-    if (pair := _find_overlap(boxes)) is not None:
-        return f"has elements in {tensor.parts[pair[0]].file} and again in {tensor.parts[pair[1]].file}"
-    covered = sum(math.prod(map(len, box)) for box in boxes)
-    total = math.prod(tensor.shape)
-    return None if covered == total else f"is not covered: {total - covered} of {total} elements are in no file"
-
-
-def _find_overlap(boxes: list[tuple[range, ...]]) -> tuple[int, int] | None:
-    """Return the (lower, higher) indices of two of ``boxes`` that have an element in common, or None.
-
-    Tables are partitioned along one axis into contiguous ranges, or round-robin with a common step. So boxes are sorted
-    by remainder and start along the first axis on which they differ, and each is compared with the earlier boxes that
-    extend to its start.
-    """
-    if not boxes or not boxes[0]:
-        return (0, 1) if len(boxes) > 1 else None  # scalars
-    axis = next((i for i, first in enumerate(boxes[0]) if any(box[i] != first for box in boxes)), 0)
-    steps = {box[axis].step for box in boxes if len(box[axis]) > 1}
-    step = steps.pop() if len(steps) == 1 else 1
-
-    def remainder_and_start(box: int) -> tuple[int, int]:
-        start = boxes[box][axis].start
-        return start % step, start
-
-    candidates: list[int] = []  # earlier boxes with the same remainder that extend to the start of this one
-    for current in sorted((i for i, box in enumerate(boxes) if all(box)), key=remainder_and_start):
-        remainder, start = remainder_and_start(current)
-        candidates = [i for i in candidates if boxes[i][axis].start % step == remainder and boxes[i][axis][-1] >= start]
-        for other in candidates:
-            if all(intersect(a, b) for a, b in zip(boxes[other], boxes[current], strict=True)):
-                return min(other, current), max(other, current)
-        candidates.append(current)
-    return None

@@ -18,6 +18,7 @@ from tyro.conf import Positional, subcommand
 
 from hvdkit.commands.progress_bar import byte_progress
 from hvdkit.errors import CorruptCheckpointError, describe
+from hvdkit.machine.terminal import printable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +118,14 @@ def _inspect(config: Inspect) -> int:
     from hvdkit.checkpoint.inspection import inspect
 
     found = inspect(config.path)
-    print(json.dumps(found.as_dict(), indent=2) if config.json else found)
+    _show(json.dumps(found.as_dict(), indent=2) if config.json else found)
     return 0
+
+
+def _show(result: object) -> None:
+    """Print lines on stdout, with escapes for what the terminal would interpret or stdout cannot encode."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(printable(result, keep="\n").encode(encoding, "backslashreplace").decode(encoding))
 
 
 def _verify(config: Verify) -> int:
@@ -128,9 +135,9 @@ def _verify(config: Verify) -> int:
         with byte_progress("reading", bytes_to_verify(config.path)) as advance:
             read = verify(config.path, progress=advance)
     except CorruptCheckpointError as damage:
-        print(damage)
+        _show(damage)
         return 1
-    print(read)
+    _show(read)
     return 0
 
 
@@ -142,14 +149,14 @@ def _export(config: Export) -> int:
         from hvdkit.checkpoint.saved_model import export_saved_model
 
         export_saved_model(config.path, _function(config.model), config.to, key=config.key, overwrite=config.overwrite)
-        print(f"{config.to}: a SavedModel")
+        _show(f"{config.to}: a SavedModel")
         return 0
     from hvdkit.checkpoint.export import bytes_to_export, export_npy
 
     names = config.names or None
     with byte_progress("writing", bytes_to_export(config.path, names)) as advance:
         files = export_npy(config.path, config.to, names, overwrite=config.overwrite, progress=advance)
-    print(f"{config.to}: {len(files) - 1} .npy file(s) and {files[-1].name}")
+    _show(f"{config.to}: {len(files) - 1} .npy file(s) and {files[-1].name}")
     return 0
 
 

@@ -20,11 +20,14 @@ from typing import Any
 from hvdkit.checkpoint.files import checkpoint_errors
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import CheckpointError, describe
+from hvdkit.machine.terminal import printable
 
 NAME = ".lock"
 _TAKEN = {errno.EACCES, errno.EAGAIN}
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 _WAIT_FOR_HOLDER_SECONDS = 1.0
+_HOLDER_BYTES = 2**14  # of the file that are read; a holder has a few hundred
+_SHOWN = 200  # characters of the holder's command, and of its other texts
 # struct flock of fcntl(2) on 64-bit Linux: type, whence, start, length, process. Zeros mean the whole file.
 _FLOCK = struct.Struct("hh4xqqi4x")
 
@@ -160,8 +163,9 @@ class LogdirLock:
         if holder is None:
             description, stop = "another run, which has not identified itself", f"find it with: lslocks | grep {NAME}"
         else:
-            description = "pid {pid} on {host}, user {user}, since {since}: {command}".format(**holder)
-            stop = f"stop it (kill {holder['pid']} on {holder['host']})"
+            shown = {name: printable(value)[:_SHOWN] for name, value in holder.items()}
+            description = "pid {pid} on {host}, user {user}, since {since}: {command}".format(**shown)
+            stop = f"stop it (kill {shown['pid']} on {shown['host']})"
         got = f"{self._logdir}, which another run {verb} ({description})"
         remedy = f"wait until that run ends, {stop}, or pass another logdir"
         return describe("logdir", got, "a logdir that no other run uses", remedy)
@@ -201,9 +205,9 @@ def _read_holder(file: int) -> dict[str, Any] | None:
     until = time.monotonic() + _WAIT_FOR_HOLDER_SECONDS
     while True:
         try:
-            holder = json.loads(os.pread(file, 1 << 20, 0))
+            holder = json.loads(os.pread(file, _HOLDER_BYTES, 0))
             return {name: holder[name] for name in ("host", "pid", "user", "command", "since")}
-        except (ValueError, TypeError, KeyError, OSError):
+        except (ValueError, TypeError, KeyError, OSError, RecursionError):
             if time.monotonic() > until:
                 return None
         time.sleep(0.02)

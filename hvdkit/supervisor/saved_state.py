@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.random.seed_generator import global_seed_generator  # not in the public API
 
-from hvdkit.errors import describe
+from hvdkit.errors import CorruptCheckpointError, describe
 
 
 class RandomGenerators:
@@ -63,8 +63,11 @@ class Position:
         return {"global_step": self.step, "data": self._data_state}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore a saved position."""
-        self.step = state["global_step"]
+        """Restore a saved position. Raises CorruptCheckpointError if it is none."""
+        step = state.get("global_step") if isinstance(state, dict) else state
+        if type(step) is not int or step < 0 or "data" not in state:
+            raise CorruptCheckpointError(f"got {ascii(state)[:80]}, expected global_step and data")
+        self.step = step
         if self._data is not None and state["data"] is not None:
             self._data.restore(state["data"])
             self._data_state = state["data"]

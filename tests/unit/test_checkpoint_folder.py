@@ -3,56 +3,25 @@
 from __future__ import annotations
 
 import errno
-import json
 import resource
 import shutil
-from itertools import product
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
-import xxhash
-from helpers.cases import case
-from helpers.faults import flip, limited
+from helpers.faults import edited, flip, limited
+from helpers.forged import save_as
 
 import hvdkit as hk
-from hvdkit.checkpoint.entries import Entry, State
-from hvdkit.checkpoint.folder import clear_damage, list_checkpoints, prune, read_damage, record_damage, step_name, tidy
-from hvdkit.checkpoint.manifest import Manifest
+from hvdkit.checkpoint.coverage import coverage_problem
+from hvdkit.checkpoint.folder import clear_damage, list_checkpoints, prune, read_damage, record_damage, tidy
+from hvdkit.checkpoint.manifest import Manifest, Part, TensorEntry, step_name
 from hvdkit.checkpoint.reading import OPEN_FILES, Reader
 from hvdkit.checkpoint.tensorfile import NonFiniteTensor, OutgoingTensor, not_allowed, write_file
-from hvdkit.checkpoint.verifying import coverage_problem
-from hvdkit.checkpoint.writing import Save, Snapshot
 from hvdkit.sharding.partition import rows_of
 
 VERSION_1 = Path(__file__).parent / "recorded" / "checkpoint-version-1"
-
-
-def state_of(rank: int, size: int, rows: int) -> State:
-    """Return a weight, a table whose elements encode their position, a mean and a seed."""
-    own = rows_of("mod", rows, rank, size)
-    table = np.arange(rows * 2, dtype=np.float32).reshape(rows, 2)[own.start : own.stop : own.step]
-    mean = np.full(3, float(rank), np.float32)
-    entries = [
-        Entry("w", "replicated", np.dtype(np.float32), (5,), lambda: np.ones(5, np.float32), print),
-        Entry("table", "sharded", table.dtype, (rows, 2), lambda: table, print, index=(own, range(2)), partition="mod"),
-        Entry("mean", "per_rank", mean.dtype, (3,), lambda: mean, print, resize="mean"),
-    ]
-    return State({entry.name: entry for entry in entries})
-
-
-def save(target: Path, size: int = 1, rows: int = 4) -> Path:
-    """Save as ``size`` ranks one after the other; the chief then finds all reports."""
-    for rank in reversed(range(size)):
-        snapshot = Snapshot.of(state_of(rank, size, rows), rank)
-        snapshot.rank_values = {"random/python": [rank, 5]}
-        step = int(target.name.rpartition("-")[2])
-        one = Save(target, snapshot, step=step, rank=rank, size=size, token="t").start()
-        while not one.wait(1):
-            pass
-        assert one.error is None, one.error
-    return target
 
 
 def names(folder: Path) -> list[str]:
@@ -63,11 +32,11 @@ def names(folder: Path) -> list[str]:
 def test_retention_keeps_the_checkpoint_just_written_whatever_a_later_one_is(tmp_path, noted):
     """A run that could not restore step 30 continues from 20 and saves 25."""
     for step in (20, 30):
-        save(tmp_path / step_name(step))
+        save_as(tmp_path / step_name(step))
     flip(tmp_path / step_name(30) / "replicated.safetensors")
     if noted:
         record_damage(tmp_path / step_name(30), "a flipped byte")
-    prune(save(tmp_path / step_name(25)), 1, None)
+    prune(save_as(tmp_path / step_name(25)), 1, None)
     kept = {name for name in names(tmp_path) if name.startswith("step-")}
     assert kept == {step_name(25), step_name(30)}
     hk.checkpoint.verify(tmp_path / step_name(25))
@@ -77,12 +46,12 @@ def test_retention_keeps_the_checkpoint_just_written_whatever_a_later_one_is(tmp
 
 def test_retention_counts_good_checkpoints_only(tmp_path):
     for step in (5, 10, 15, 20):
-        save(tmp_path / step_name(step))
+        save_as(tmp_path / step_name(step))
     record_damage(tmp_path / step_name(15), "row 7")
     (tmp_path / step_name(10) / "shard-00000-of-00001.safetensors").unlink()
     prune(tmp_path / step_name(20), 2, None)
     assert [name for name in names(tmp_path) if name.startswith("step-")] == [step_name(s) for s in (5, 10, 15, 20)]
-    prune(save(tmp_path / step_name(25)), 2, 10)
+    prune(save_as(tmp_path / step_name(25)), 2, 10)
     assert [name for name in names(tmp_path) if name.startswith("step-")] == [step_name(s) for s in (10, 15, 20, 25)]
     prune(tmp_path / step_name(25), None, None)
     prune(tmp_path / step_name(25), 1, 20)
@@ -93,7 +62,7 @@ def test_retention_counts_good_checkpoints_only(tmp_path):
 
 def test_latest_returns_no_checkpoint_with_noted_damage(tmp_path):
     for step in (20, 30):
-        save(tmp_path / step_name(step))
+        save_as(tmp_path / step_name(step))
     assert hk.checkpoint.latest(tmp_path) == tmp_path / step_name(30)
     flip(tmp_path / step_name(30) / "replicated.safetensors")
     with pytest.raises(hk.CorruptCheckpointError):
@@ -110,7 +79,7 @@ def test_latest_returns_no_checkpoint_with_noted_damage(tmp_path):
 def test_a_checkpoint_with_noted_damage_is_not_read(tmp_path, monkeypatch):
     """Its disk may report errors, which must not stop a restart or a save."""
     for step in (10, 20, 30):
-        save(tmp_path / step_name(step))
+        save_as(tmp_path / step_name(step))
     record_damage(tmp_path / step_name(20), "row 7")
     record_damage(tmp_path / step_name(30), "row 7")
     load = Manifest.load
@@ -122,7 +91,7 @@ def test_a_checkpoint_with_noted_damage_is_not_read(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Manifest, "load", load_others)
     assert hk.checkpoint.latest(tmp_path) == tmp_path / step_name(10)
-    prune(save(tmp_path / step_name(25)), 1, None)
+    prune(save_as(tmp_path / step_name(25)), 1, None)
     assert [p.name for p in list_checkpoints(tmp_path)] == [step_name(s) for s in (20, 25, 30)]
 
 
@@ -133,10 +102,10 @@ def test_damage_is_noted_only_for_a_checkpoint_that_is_there(tmp_path):
 
 def test_a_note_of_damage_does_not_outlive_its_checkpoint(tmp_path):
     """The user removes the damaged checkpoint by hand, and the run saves that step again."""
-    path = save(tmp_path / step_name(30))
+    path = save_as(tmp_path / step_name(30))
     record_damage(path, "a flipped byte")
     shutil.rmtree(path)
-    save(path)
+    save_as(path)
     assert read_damage(path) is None and hk.checkpoint.latest(tmp_path) == path
 
 
@@ -157,54 +126,47 @@ def test_tidying_one_name_leaves_saves_of_other_names_alone(tmp_path):
 # --- files with wrong contents
 
 
-def edited(path: Path, change) -> None:
-    """Change a manifest, and set the checksum that it would have been written with."""
-    content = json.loads((path / "manifest.json").read_text())
-    del content["checksum"]
-    change(content)
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    content["checksum"] = xxhash.xxh3_128_hexdigest(text.encode())
-    (path / "manifest.json").write_text(json.dumps(content))
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"format":' * 200_000, '{"values": ' + "[" * 100_000])
+def test_a_deeply_nested_manifest_is_damaged(tmp_path, text):
+    save_as(tmp_path / step_name(20))
+    (save_as(tmp_path / step_name(30)) / "manifest.json").write_text(text)
+    with pytest.raises(hk.CorruptCheckpointError, match=r"manifest\.json: is damaged"):
+        hk.checkpoint.inspect(tmp_path / step_name(30))
+    assert hk.checkpoint.latest(tmp_path) == tmp_path / step_name(20)
 
 
-def test_a_deeply_nested_manifest_is_damaged(tmp_path):
-    save(tmp_path / step_name(20))
-    path = save(tmp_path / step_name(30))
-    for text in ("[" * 200_000, '{"format":' * 200_000, '{"values": ' + "[" * 100_000):
-        (path / "manifest.json").write_text(text)
-        with case(text=text[:20]), pytest.raises(hk.CorruptCheckpointError, match=r"manifest\.json: is damaged"):
-            hk.checkpoint.inspect(path)
-        assert hk.checkpoint.latest(tmp_path) == tmp_path / step_name(20)
-
-
-def test_a_manifest_names_files_of_its_own_folder_only(tmp_path):
-    save(tmp_path / step_name(20))
-    path = save(tmp_path / step_name(30))
-    whole = (path / "manifest.json").read_text()
+@pytest.mark.parametrize("name", ["../step-000000020/replicated.safetensors", "/etc/passwd", "..", "", "a/b"])
+@pytest.mark.parametrize("place", ["files", "parts"])
+def test_a_manifest_names_files_of_its_own_folder_only(tmp_path, name, place):
+    save_as(tmp_path / step_name(20))
+    path = save_as(tmp_path / step_name(30))
 
     def change(content):
         if place == "files":
             content["files"][name] = content["files"].pop("replicated.safetensors")
         content["variables"]["w"]["parts"][0]["file"] = name
 
-    names = ["../step-000000020/replicated.safetensors", "/etc/passwd", "..", "", "a/b"]
-    for name, place in product(names, ["files", "parts"]):
-        (path / "manifest.json").write_text(whole)
-        edited(path, change)
-        with case(name=name, place=place):
-            with pytest.raises(hk.CorruptCheckpointError, match="which is not in this folder"):
-                Manifest.load(path)
-            assert hk.checkpoint.latest(tmp_path) == tmp_path / step_name(20)
+    edited(path, change)
+    with pytest.raises(hk.CorruptCheckpointError, match="expected the name of a file in this folder"):
+        Manifest.load(path)
+    assert hk.checkpoint.latest(tmp_path) == tmp_path / step_name(20)
 
 
-def test_a_manifest_of_nonsense_is_damaged(tmp_path):
-    path = save(tmp_path / step_name(20))
-    whole = (path / "manifest.json").read_text()
-    for wrong in ({"size": 0}, {"step": "20"}, {"size": True}, {"variables": []}, {"variables": {"w": None}}):
-        (path / "manifest.json").write_text(whole)
-        edited(path, lambda content: content.update(wrong))  # noqa: B023
-        with case(wrong=wrong), pytest.raises(hk.CorruptCheckpointError):
-            Manifest.load(path)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content.update(size=0),
+        lambda content: content.update(step="20"),
+        lambda content: content.update(size=True),
+        lambda content: content.update(variables=[]),
+        lambda content: content["variables"].update(w=None),
+    ],
+)
+def test_a_manifest_of_nonsense_is_damaged(tmp_path, change):
+    path = save_as(tmp_path / step_name(20))
+    edited(path, change)
+    with pytest.raises(hk.CorruptCheckpointError):
+        Manifest.load(path)
 
 
 def test_a_checkpoint_of_the_first_format_is_read(tmp_path):
@@ -219,7 +181,7 @@ def test_a_checkpoint_of_the_first_format_is_read(tmp_path):
 
 
 def test_values_of_a_rank_that_are_missing_are_damage(tmp_path):
-    path = save(tmp_path / step_name(20), size=2)
+    path = save_as(tmp_path / step_name(20), size=2)
     manifest = Manifest.load(path)
     manifest.rank_values.append("random/numpy")
     with Reader(path, manifest) as reader, pytest.raises(hk.CorruptCheckpointError, match=r"rank 1.*random/numpy"):
@@ -238,7 +200,7 @@ def few_files():
 
 def test_more_shards_than_a_process_may_open_files(tmp_path, few_files):
     size = 2 * OPEN_FILES + 71
-    path = save(tmp_path / step_name(20), size=size, rows=size + 3)
+    path = save_as(tmp_path / step_name(20), size=size, rows=size + 3)
     assert (path / "manifest.json").stat().st_size < 1100 * size  # nothing in it has the size of a generator
     manifest = Manifest.load(path)
     expected = np.arange((size + 3) * 2, dtype=np.float32).reshape(size + 3, 2)
@@ -254,43 +216,37 @@ def test_more_shards_than_a_process_may_open_files(tmp_path, few_files):
     assert hk.checkpoint.inspect(path).rank_values["random/python"][-1] == [size - 1, 5]
 
 
-def saved_table(index, rows, rule):
-    """Return a table of ``rows`` rows with a shard for each of ``index``, as a manifest has it."""
-    parts = [{"file": f"shard-{r}", "checksum": "", "index": i} for r, i in enumerate(index)]
-    content = {"kind": "sharded", "shape": [rows, 8], "dtype": "float32", "partition": rule, "parts": parts}
-    plain = {"step": 1, "size": len(index), "values": {}, "rank_values": [], "created": "", "versions": {}}
-    manifest = Manifest._from_json({"format_version": 2, "variables": {"t": content}, "files": {}, **plain}, "")
-    return manifest.variables["t"]
-
-
-def test_parts_of_thousands_of_ranks_are_compared_without_looking_at_each_pair():
+@pytest.mark.parametrize("rule", ["mod", "div"])
+def test_parts_of_thousands_of_ranks_are_compared_without_looking_at_each_pair(rule):
     size, rows = 4096, 100_003
-    for rule in ("mod", "div"):
-        owned = [rows_of(rule, rows, rank, size) for rank in range(size)]
-        index = [[[r.start, r.stop, r.step], [0, 8, 1]] for r in owned]
-        with case(rule=rule):
-            assert coverage_problem(saved_table(index, rows, rule)) is None
-            assert "is not covered" in coverage_problem(saved_table(index[:-1], rows, rule))
-            twice = saved_table([*index[:-1], index[7]], rows, rule)
-            assert "has elements in shard-7 and again in shard-4095" in coverage_problem(twice)
+    ranges = (rows_of(rule, rows, rank, size) for rank in range(size))
+    index = [((r.start, r.stop, r.step), (0, 8, 1)) for r in ranges]
+
+    def saved(index):
+        parts = tuple(Part(f"shard-{r}", "", i) for r, i in enumerate(index))
+        return TensorEntry("sharded", (rows, 8), "float32", parts, rule)
+
+    assert coverage_problem(saved(index)) is None
+    assert "is not covered" in coverage_problem(saved(index[:-1]))
+    twice = [*index[:-1], index[7]]
+    assert "has elements in shard-7 and again in shard-4095" in coverage_problem(saved(twice))
 
 
 # --- values that are not finite
 
 
-FLOATS = (np.float16, np.float32, np.float64, ml_dtypes.bfloat16, np.complex64, ml_dtypes.float8_e5m2)
-
-
-def test_values_that_are_not_finite_are_found():
-    for dtype, value in product(FLOATS, (np.nan, np.inf, -np.inf, -2.0)):
-        shown = {"nan": "nan", "-2.0": None}.get(str(value), "inf")
-        block = np.linspace(-4, 4, 1000).reshape(100, 10).astype(dtype)
-        block[-1, -1] = value
-        with case(dtype=dtype, value=value):
-            assert not_allowed(block, "finite") == not_allowed(-block, "finite") == shown
-            assert not_allowed(block, "infinite") == (shown if shown == "nan" else None)
-            assert not_allowed(block, "any") is None
-            assert not_allowed(block[:0], "finite") is None
+@pytest.mark.parametrize(
+    "dtype", [np.float16, np.float32, np.float64, ml_dtypes.bfloat16, np.complex64, ml_dtypes.float8_e5m2]
+)
+@pytest.mark.parametrize(("value", "shown"), [(np.nan, "nan"), (np.inf, "inf"), (-np.inf, "inf"), (-2.0, None)])
+def test_values_that_are_not_finite_are_found(dtype, value, shown):
+    block = np.linspace(-4, 4, 1000).reshape(100, 10).astype(dtype)
+    block[-1, -1] = value
+    assert not_allowed(block, "finite") == shown
+    assert not_allowed(block, "infinite") == (shown if shown == "nan" else None)
+    assert not_allowed(block, "any") is None
+    assert not_allowed(-block, "finite") == shown
+    assert not_allowed(block[:0], "finite") is None
 
 
 def test_the_largest_numbers_are_finite():
@@ -311,12 +267,12 @@ def test_the_tensor_and_its_rows_are_named(tmp_path):
 
 
 def test_verify_finds_ranks_whose_values_are_missing(tmp_path):
-    path = save(tmp_path / step_name(20), size=2)
+    path = save_as(tmp_path / step_name(20), size=2)
     hk.checkpoint.verify(path)
     edited(path, lambda content: content["rank_values"].append("random/numpy"))
     with pytest.raises(hk.CorruptCheckpointError) as caught:
         hk.checkpoint.verify(path)
-    assert all(f"lacks values of rank {rank} (KeyError('random/numpy'))" in str(caught.value) for rank in (0, 1))
+    assert all(f"lacks values of rank {rank} ('random/numpy')" in str(caught.value) for rank in (0, 1))
 
     def forget_rank_1(content):
         content["rank_values"].remove("random/numpy")

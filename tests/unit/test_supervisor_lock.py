@@ -255,3 +255,14 @@ def test_another_error_of_the_file_system_is_raised(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "fcntl", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
     with pytest.raises(CheckpointError, match=NAME):
         LogdirLock(tmp_path).acquire()
+
+
+def test_a_holder_with_wrong_contents_is_shown_escaped(tmp_path, start):
+    """The lock file of another run may contain anything; other users may be able to write it."""
+    start(tmp_path)
+    holder = {"host": "h\x1b]0;x\x07", "pid": [1], "user": 7, "command": "python\n" * 1000, "since": None}
+    for text in (json.dumps(holder), "[" * 100_000, "{}", "7", "\xff"):
+        (tmp_path / NAME).write_text(text)
+        with pytest.raises(CheckpointError, match="another run") as caught:
+            LogdirLock(tmp_path).acquire()
+        assert str(caught.value).isprintable() and len(str(caught.value)) < 1200

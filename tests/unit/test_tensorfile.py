@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from hvdkit.checkpoint.tensorfile import _DTYPES, BLOCK_BYTES, OutgoingTensor, TensorFile, storable, write_file
+from hvdkit.checkpoint import tensorfile
+from hvdkit.checkpoint.tensorfile import BLOCK_BYTES, OutgoingTensor, TensorFile, storable, write_file
 from hvdkit.errors import CheckpointError, CorruptCheckpointError
 
 DTYPES = [np.dtype(d) for d in ("?", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8", "c8")]
@@ -38,7 +39,7 @@ def write(path, **arrays):
 
 
 def test_every_dtype_of_the_format_is_tested():
-    assert {*DTYPES, *SMALL} == {*_DTYPES.values()}
+    assert {*DTYPES, *SMALL} == {*tensorfile.DTYPES.values()}
     assert not storable(np.dtype("U3")) and not storable(np.dtype(object)) and not storable(np.dtype("c16"))
 
 
@@ -186,7 +187,7 @@ def test_a_missing_tensor_and_a_file_that_exists(file):
 def test_a_missing_file_and_another_programs_file(tmp_path):
     from safetensors.numpy import save_file
 
-    with pytest.raises(CheckpointError, match="none: cannot be read"):
+    with pytest.raises(CheckpointError, match="none: missing"):
         TensorFile(tmp_path / "none")
     save_file({"x": np.zeros(3)}, tmp_path / "theirs")
     with pytest.raises(CheckpointError, match="theirs: was not written by hvdkit"):
