@@ -18,7 +18,7 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.checkpoint.entries import Entry
 from hvdkit.checkpoint.files import checkpoint_errors, remove_folder
-from hvdkit.checkpoint.folder import commit, latest, temporary_path, tidy
+from hvdkit.checkpoint.folder import check_replaceable, commit, latest, temporary_path, tidy
 from hvdkit.checkpoint.manifest import REPLICATED, Manifest, shard_name
 from hvdkit.checkpoint.reading import Reader
 from hvdkit.checkpoint.tensorfile import BLOCK_BYTES, Allowed, FileRecord, NonFiniteTensor, OutgoingTensor, write_file
@@ -76,6 +76,7 @@ def save_through_chief(
         return
     with _leading():
         tidy(path.parent, path.name)
+        check_replaceable(path)
         folder = temporary_path(path, secrets.token_hex(4))
         try:
             _write_files(folder, snapshot, tensors, descriptions, step)

@@ -1,38 +1,25 @@
 """A folder of checkpoints: naming, the latest good checkpoint, retention, and cleanup after a killed run.
 
-A checkpoint is *good* if its manifest is intact, all its files have the recorded lengths, and damage has not been
-recorded for it. Reading all of its bytes may still reveal damage, which is then recorded in a file next to it.
+Whatever is named like a step is a checkpoint. It is *good* if its manifest is intact, all its files have the recorded
+lengths, and damage has not been recorded for it. Reading all of its bytes may still reveal damage, which is then
+recorded in a file next to it. Anything else is damaged: it is never counted, removed or replaced.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import re
 from pathlib import Path
 
-from hvdkit.checkpoint.files import checkpoint_errors, remove_folder, sync, write_text
-from hvdkit.checkpoint.manifest import NAME, Manifest
-from hvdkit.errors import CheckpointError
+from hvdkit.checkpoint.bounds import NOTE_BYTES
+from hvdkit.checkpoint.files import checkpoint_errors, open_regular, read_errors, remove_folder, sync, write_text
+from hvdkit.checkpoint.manifest import NAME, Manifest, step_of
+from hvdkit.errors import CheckpointError, describe
+from hvdkit.machine.terminal import printable
 
-_STEP = re.compile(r"step-(\d{9,})")
 _WRITING, _REPLACED, _DAMAGED = ".writing-", ".replaced-", ".damaged-"
-
-
-def step_name(step: int) -> str:
-    """Return the name of a checkpoint's folder.
-
-    Example:
-        >>> step_name(1200)
-        'step-000001200'
-    """
-    return f"step-{step:09d}"
-
-
-def step_of(path: Path) -> int | None:
-    """Return the step in a checkpoint's name, or None for another name."""
-    match = _STEP.fullmatch(path.name)
-    return int(match[1]) if match else None
 
 
 def temporary_path(target: Path, token: str) -> Path:
@@ -41,10 +28,10 @@ def temporary_path(target: Path, token: str) -> Path:
 
 
 def commit(source: Path, target: Path) -> None:
-    """Rename a complete checkpoint from its temporary to its final name, replacing an existing one.
+    """Rename a complete checkpoint from its temporary to its final name, replacing a good one.
 
     If the process is killed between the two renames, the old checkpoint has a temporary name; :func:`tidy` renames it
-    back. A damaged checkpoint is not removed but renamed to ``step-....damaged``.
+    back. Whatever else has the name is not removed but renamed to ``step-....damaged``.
 
     Raises:
         CheckpointError: the file system reports an error.
@@ -52,23 +39,43 @@ def commit(source: Path, target: Path) -> None:
     with checkpoint_errors(target, "written"):
         sync(source)
         replaced = target.with_name(f"{_REPLACED}{target.name}")
-        if read_damage(target) is not None:
-            target.rename(_unused_path(target))
-        elif target.exists():
+        if not os.path.lexists(target):
+            _remove_note(target)  # the user may have removed the checkpoint
+        elif is_good(target):
+            remove_folder(replaced)
             target.rename(replaced)
-        _note_path(target).unlink(missing_ok=True)  # even if the target does not exist: the user may have removed it
+        else:
+            _set_aside(target)
         source.rename(target)
         sync(target.parent)
     remove_folder(replaced)
 
 
+def check_replaceable(target: Path) -> None:
+    """Check that a save may replace ``target``: nothing, an empty folder, or a checkpoint, intact or damaged.
+
+    Raises:
+        CheckpointError: it is something else, which would be renamed.
+    """
+    with checkpoint_errors(target, "read"):
+        is_checkpoint = step_of(target) is not None or os.path.lexists(target / NAME)
+        if os.path.lexists(target) and not is_checkpoint and not (target.is_dir() and not any(target.iterdir())):
+            got = f"{target}, which exists and is not a checkpoint"
+            remedy = "pass another path, such as step-000001200 in that folder"
+            raise CheckpointError(describe("path", got, "a new folder, or a checkpoint to replace", remedy))
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, intact or damaged, oldest first; a checkpoint must have a manifest."""
-    if not folder.is_dir():
+    """Return what is named like a step in a folder, oldest first: checkpoints, intact or damaged.
+
+    Raises:
+        CheckpointError: ``folder`` exists, but is not a folder, or cannot be read.
+    """
+    if not os.path.lexists(folder):
         return []
     with checkpoint_errors(folder, "read"):
-        checkpoints = [path for path in folder.iterdir() if step_of(path) is not None and (path / NAME).is_file()]
-    return sorted(checkpoints, key=lambda path: step_of(path) or 0)
+        checkpoints = [path for path in folder.iterdir() if step_of(path) is not None]
+    return sorted(checkpoints, key=lambda path: (step_of(path) or 0, path.name))
 
 
 def is_good(path: Path) -> bool:
@@ -124,9 +131,9 @@ def latest(folder: str | Path) -> Path | None:
 
 def record_damage(path: Path, damage: str) -> None:
     """Record damage in a file next to a checkpoint: the checkpoint is kept, but neither used nor counted."""
-    if path.is_dir():
-        with contextlib.suppress(CheckpointError):  # a read-only disk must not stop a restore
-            write_text(_note_path(path), damage + "\n")
+    with contextlib.suppress(CheckpointError, OSError):  # a read-only disk must not stop a restore
+        if path.is_dir():
+            write_text(_note_path(path), printable(damage) + "\n")
 
 
 def clear_damage(path: Path) -> None:
@@ -136,23 +143,36 @@ def clear_damage(path: Path) -> None:
 
 
 def read_damage(path: Path) -> str | None:
-    """Return the damage that :func:`record_damage` recorded for ``path``, or None."""
-    try:
-        note = _note_path(path).read_text(errors="replace").strip()
-    except FileNotFoundError:
+    """Return the damage that :func:`record_damage` recorded for ``path``, or None; for a terminal, in one line."""
+    note = _note_path(path)
+    if not os.path.lexists(note) or not os.path.lexists(path):
         return None
-    except OSError as error:
-        note = f"{_note_path(path)} cannot be read ({error.strerror})"
-    return note if path.exists() else None
+    try:
+        with os.fdopen(open_regular(note), "rb") as file, read_errors(note):
+            text = file.read(NOTE_BYTES).decode(errors="replace").strip()
+    except CheckpointError as error:
+        return printable(error)
+    return printable(text) or f"{note} is empty"
 
 
 def _note_path(path: Path) -> Path:
     return path.with_name(f"{_DAMAGED}{path.name}")
 
 
-def _unused_path(path: Path) -> Path:
+def _remove_note(path: Path) -> None:
+    note = _note_path(path)
+    with contextlib.suppress(FileNotFoundError):
+        if note.is_dir() and not note.is_symlink():
+            remove_folder(note)
+        else:
+            note.unlink()
+
+
+def _set_aside(path: Path) -> None:
+    """Rename a damaged checkpoint, so that its name can be used, and remove its note."""
     names = (path.with_name(f"{path.name}.damaged{number or ''}") for number in itertools.count())
-    return next(name for name in names if not name.exists())
+    path.rename(next(name for name in names if not os.path.lexists(name)))
+    _remove_note(path)
 
 
 def prune(current: Path, max_to_keep: int | None, keep_every: int | None) -> None:
@@ -179,16 +199,18 @@ def tidy(folder: Path, only: str | None = None) -> None:
 
     The caller ensures that another run is not writing to the folder, or to the checkpoint with the name ``only``.
     """
-    if not folder.is_dir():
+    if not os.path.lexists(folder):
         return
     name = "[^/]+" if only is None else re.escape(only)
     with checkpoint_errors(folder, "written"):
         for path in list(folder.iterdir()):
             if match := re.fullmatch(f"{re.escape(_REPLACED)}({name})", path.name):
                 target = path.with_name(match[1])
-                if target.exists():
+                if os.path.lexists(target) and is_good(target):
                     remove_folder(path)
-                else:
+                elif not os.path.lexists(target) or is_good(path):
+                    if os.path.lexists(target):
+                        _set_aside(target)
                     path.rename(target)
             elif re.fullmatch(f"{re.escape(_WRITING)}{name}-[^-]+", path.name):  # a token has no hyphen
                 remove_folder(path)

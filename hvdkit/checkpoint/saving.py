@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 from hvdkit import cluster
 from hvdkit.checkpoint.chief_io import save_through_chief
-from hvdkit.checkpoint.folder import latest, tidy
+from hvdkit.checkpoint.folder import check_replaceable, latest, tidy
+from hvdkit.checkpoint.manifest import step_of
 from hvdkit.checkpoint.rank_checks import agreed_state, check_shared, run_on_chief
 from hvdkit.checkpoint.tensorfile import NonFiniteTensor
 from hvdkit.checkpoint.writing import CancelledSaveError, Save, Snapshot, non_finite_error
 from hvdkit.cluster import agreement
-from hvdkit.errors import CheckpointError, HvdkitError
+from hvdkit.errors import CheckpointError, HvdkitError, describe, integer
 
 _POLL_SECONDS = 0.02
 
@@ -27,7 +28,8 @@ def save(path: str | Path, state: Mapping[str, Any], *, step: int | None = None,
     writes replicated tensors while each rank writes its own tensors.
 
     Args:
-        path: the checkpoint's folder, e.g. ``runs/mnist/checkpoints/step-000001200``; replaced if it exists.
+        path: the checkpoint's folder, e.g. ``runs/mnist/checkpoints/step-000001200``. A checkpoint there is replaced;
+            a damaged one is renamed to ``step-....damaged``.
         state: what to save, by name: Keras models, layers and optimizers; TensorFlow and Keras variables; arrays;
             random generators; plain JSON values; objects with ``state`` and ``restore``, or that satisfy
             ``hk.checkpoint.ShardedState``; mappings and sequences of all of these.
@@ -39,8 +41,9 @@ def save(path: str | Path, state: Mapping[str, Any], *, step: int | None = None,
         ``path``.
 
     Raises:
-        CheckpointError: a rank cannot write its part (the message names it), or ranks do not share a file system.
-            An existing checkpoint is unchanged.
+        CheckpointError: a rank cannot write its part (the message names it), ranks do not share a file system, or
+            ``path`` exists and is not a checkpoint. An existing checkpoint is unchanged.
+        ValueError: ``step`` is not the number in a name like ``step-000001200``.
         NonFiniteError: a weight, a moving statistic or an optimizer slot is NaN or infinite; the message names
             variable, rank and step. An existing checkpoint is unchanged.
         CollectiveMismatchError: ranks have different states; the message names rank and tensor.
@@ -64,8 +67,10 @@ def save(path: str | Path, state: Mapping[str, Any], *, step: int | None = None,
     """
     path, flattened = Path(path), agreed_state(state)
     if step is None:
-        number = re.search(r"(\d+)$", path.name)
+        number = re.search(r"([0-9]{1,18})$", path.name)
         step = int(number[1]) if number else 0
+    elif (named := step_of(path)) is not None and named != integer("step", step, minimum=0):
+        raise ValueError(describe("step", step, f"{named}, as in the name of {path}", "pass that, or leave it out"))
     rank, size = cluster.rank(), cluster.size()
     if gather:
         save_through_chief(path, Snapshot.of(flattened, rank, in_place=True), step=step)
@@ -73,6 +78,7 @@ def save(path: str | Path, state: Mapping[str, Any], *, step: int | None = None,
 
     def prepare() -> str:
         tidy(path.parent, path.name)
+        check_replaceable(path)
         return secrets.token_hex(4)
 
     token = run_on_chief("hk.checkpoint.save()", prepare)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,13 +12,15 @@ from typing import Any
 
 from hvdkit import cluster
 from hvdkit.checkpoint.chief_io import save_through_chief
-from hvdkit.checkpoint.folder import prune, step_name
+from hvdkit.checkpoint.folder import prune
+from hvdkit.checkpoint.manifest import step_name
 from hvdkit.checkpoint.rank_checks import agreed_state, run_on_chief
 from hvdkit.checkpoint.saving import SaveProgress, all_ranks_done, finish, progress_of
 from hvdkit.checkpoint.writing import Save, Snapshot
 from hvdkit.cluster.logs import get_logger
 from hvdkit.cluster.progress import spending
 from hvdkit.errors import NonFiniteError
+from hvdkit.machine.terminal import printable
 
 # Seconds that a session ended by an error waits for a save in progress.
 GIVE_UP_SECONDS = 30.0
@@ -63,6 +66,11 @@ class Saver:
         self._keep, self._asynchronous = (max_to_keep, keep_every), asynchronous
         self._permitted, self._stop_on_nonfinite = permitted, stop_on_nonfinite
         self._save: Save | None = None
+        self._newest: Path | None = None
+
+    def start(self, restored: Path | None) -> None:
+        """Begin a session that has restored a checkpoint, or none."""
+        self._newest = restored or (self._folder if self._folder.exists() else None)
 
     @property
     def busy(self) -> bool:
@@ -80,12 +88,14 @@ class Saver:
         self.dropped, self._began = None, time.monotonic()
         target = self._folder / step_name(step)
         checks = {"before_commit": self._permitted, "after_commit": lambda: prune(target, *self._keep)}
+        self._report_loss()
         with spending("save"):
             flat = agreed_state(self._state())
             snapshot = Snapshot.of(flat, cluster.rank(), in_place=self._gather or not self._asynchronous)
             if self._gather:
                 with self._nonfinite_handled():
                     save_through_chief(target, snapshot, step=step, **checks)
+                    self._newest = target
             else:
                 token = run_on_chief("a save", lambda: secrets.token_hex(4))
                 self._save = Save(
@@ -102,6 +112,16 @@ class Saver:
         self.seconds = self.when - self._began
         return target
 
+    def _report_loss(self) -> None:
+        """Warn on the chief if the newest checkpoint has disappeared during the session."""
+        if cluster.is_chief() and self._newest is not None and not os.path.lexists(self._newest):
+            get_logger().warning(
+                "%s has disappeared: something removed, renamed or unmounted it during this run. Earlier checkpoints "
+                "may be lost; the run continues, and saves in %s",
+                printable(self._newest),
+                printable(self._folder),
+            )
+
     def progress(self) -> SaveProgress:
         """Return this rank's progress with the current save, for :meth:`update`."""
         return SaveProgress() if self._save is None else progress_of(self._save)
@@ -116,7 +136,9 @@ class Saver:
         if self._save is not None:
             save, self._save = self._save, None
             with spending("save"), self._nonfinite_handled():
-                self._save = None if all_ranks_done(save, ranks) else save
+                is_done = all_ranks_done(save, ranks)
+                self._save = None if is_done else save
+                self._newest = save.target if is_done else self._newest
             if self._save is None:
                 self.seconds = time.monotonic() - self._began
 
@@ -126,6 +148,7 @@ class Saver:
             save, self._save = self._save, None
             with spending("save"), self._nonfinite_handled():
                 finish(save)
+                self._newest = save.target
             self.seconds = time.monotonic() - self._began
 
     @contextlib.contextmanager

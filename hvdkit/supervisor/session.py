@@ -199,6 +199,7 @@ class Supervisor:
             self._lock.release()
             raise
         self._report_start(rate)
+        self._saver.start(self.restored_from)
         self._saver.step, self._saver.when = (self.global_step if self.restored_from else None), time.monotonic()
         self._wants_stop, self._stopping, self._preempted = False, False, None
         self._signals.__enter__()

@@ -7,12 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit import cluster
-from hvdkit.checkpoint.folder import list_checkpoints, tidy
+from hvdkit.checkpoint.folder import list_checkpoints, record_damage, tidy
+from hvdkit.checkpoint.manifest import NAME, step_of
 from hvdkit.checkpoint.rank_checks import agreed_state, check_shared, run_on_chief
 from hvdkit.checkpoint.restoring import restore
 from hvdkit.cluster.logs import get_logger
-from hvdkit.errors import CorruptCheckpointError
+from hvdkit.errors import CorruptCheckpointError, describe
+from hvdkit.machine.terminal import printable
 from hvdkit.sharding.variables import broadcast_variables
+from hvdkit.supervisor.saved_state import Position
+
+_MAX_SHOWN = 3  # damaged checkpoints in an error
 
 
 def prepare_folder(folder: Path, *, gather: bool) -> None:
@@ -25,7 +30,7 @@ def prepare_folder(folder: Path, *, gather: bool) -> None:
 def restore_or_initialize(folder: Path, state: Callable[[], Mapping[str, Any]], *, gather: bool) -> Path | None:
     """Restore and return the newest valid checkpoint in ``folder``, or broadcast the chief's values and return None.
 
-    Damaged checkpoints are skipped with a warning.
+    Whatever is named like a step and cannot be restored is damaged: it is skipped with a warning.
 
     Raises:
         CheckpointError: the newest checkpoint belongs to another model.
@@ -35,18 +40,30 @@ def restore_or_initialize(folder: Path, state: Callable[[], Mapping[str, Any]], 
     damage = []
     for path in reversed(paths):
         try:
-            restore(path, state(), gather=gather)
+            _restore(path, state(), gather)
         except CorruptCheckpointError as error:
-            damage.append(str(error))
+            damage.append(printable(error))
             if cluster.is_chief():
-                get_logger().warning("checkpoint %s is damaged; skipping it: %s", path.name, error)
+                get_logger().warning("checkpoint %s is damaged; skipping it: %s", path.name, damage[-1])
         else:
             return path
     if paths:
-        raise CorruptCheckpointError(
-            f"{folder}: all {len(paths)} checkpoints are damaged: {'; '.join(damage)}; repair one, or pass "
-            "another logdir to start over"
+        shown = "; ".join(damage[:_MAX_SHOWN]) + (f"; and {len(damage) - _MAX_SHOWN} more" * (len(damage) > _MAX_SHOWN))
+        got = f"{printable(folder)}, in which all {len(paths)} checkpoints are damaged ({shown})"
+        remedy = (
+            "repair one, e.g. from a backup; to start anew on purpose, move that folder away or pass another logdir"
         )
+        raise CorruptCheckpointError(describe("logdir", got, "a good checkpoint, or none", remedy))
     entries = agreed_state(state()).entries.values()
     broadcast_variables([e.variable for e in entries if e.kind == "replicated" and e.variable is not None])
     return None
+
+
+def _restore(path: Path, state: Mapping[str, Any], gather: bool) -> None:
+    restore(path, state, gather=gather)
+    position = state.get("position")
+    if isinstance(position, Position) and position.step != step_of(path):  # equal on all ranks
+        damage = f"{path / NAME}: position: got step {position.step}, expected {step_of(path)}, as in the folder's name"
+        if cluster.is_chief():
+            record_damage(path, damage)
+        raise CorruptCheckpointError(damage)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
+from google.protobuf.message import DecodeError
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -21,7 +24,7 @@ from tensorboard.plugins.histogram import metadata as histogram_metadata
 from tensorboard.plugins.image import metadata as image_metadata
 from tensorboard.util.tensor_util import make_tensor_proto
 
-from hvdkit.checkpoint.files import checkpoint_errors, sync
+from hvdkit.checkpoint.files import checkpoint_errors, open_regular, regular_size, remedy_of, sync
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import CheckpointError, describe
 
@@ -31,6 +34,12 @@ BUCKETS = 30
 # An event file is a TFRecord file: length (8 bytes) and its checksum (4), data, checksum (4).
 _FRAME_BYTES = 16
 _PREFIX = "events.out.tfevents."
+# TensorFlow's codes of failed writes; a full disk and an exhausted quota have the same.
+_ERRNO: Mapping[int, int] = {
+    tf.errors.RESOURCE_EXHAUSTED: errno.ENOSPC,
+    tf.errors.PERMISSION_DENIED: errno.EACCES,
+    tf.errors.NOT_FOUND: errno.ENOENT,
+}
 _REWRITTEN = ".rewritten"  # without the prefix, so that TensorBoard does not read a half-written file
 
 
@@ -74,7 +83,7 @@ class Summaries(contextlib.AbstractContextManager["Summaries"]):
             remove_after(folder, resume_at)
         self._path = _new_path(folder)
         with _file_errors(self._path, "written"):
-            self._writer: tf.io.TFRecordWriter | None = tf.io.TFRecordWriter(str(self._path))
+            self._writer: tf.io.TFRecordWriter | None = tf.io.TFRecordWriter(os.fsencode(self._path))
         self._write(Event(file_version="brain.Event:2"))
         if resume_at is not None:
             # Make a running TensorBoard discard the steps that were removed from the files.
@@ -215,7 +224,7 @@ def remove_after(folder: Path, step: int) -> None:
         temporary.unlink(missing_ok=True)
     for path in sorted(folder.glob(f"{_PREFIX}*")):
         with _file_errors(path, "read"):
-            size = path.stat().st_size
+            size = regular_size(path)
             readable, has_later = _scan(path, step)
         if size > readable:
             message = "%s: removed its last %d bytes, an incomplete record of a killed run"
@@ -228,16 +237,16 @@ def remove_after(folder: Path, step: int) -> None:
 def _scan(path: Path, step: int) -> tuple[int, bool]:
     """Return the size of a file's readable records in bytes, and whether any is later than ``step``."""
     readable, has_later = 0, False
-    for record in _records(path):
+    for record, at in _records(path):
         readable += len(record) + _FRAME_BYTES
-        has_later = has_later or Event.FromString(record).step > step
+        has_later = has_later or at > step
     return readable, has_later
 
 
 def _rewrite(path: Path, temporary: Path, step: int) -> None:
-    with tf.io.TFRecordWriter(str(temporary)) as writer:
-        for record in _records(path):
-            if Event.FromString(record).step <= step:
+    with tf.io.TFRecordWriter(os.fsencode(temporary)) as writer:
+        for record, at in _records(path):
+            if at <= step:
                 writer.write(record)
         writer.flush()
     sync(temporary)
@@ -245,9 +254,28 @@ def _rewrite(path: Path, temporary: Path, step: int) -> None:
     sync(path.parent)
 
 
-def _records(path: Path) -> Iterator[bytes]:
-    """Read a file's records one by one, up to the first incomplete one."""
-    return RawEventFileLoader(str(path)).Load()
+def _records(path: Path) -> Iterator[tuple[bytes, int]]:
+    """Yield a file's records one by one with their steps, up to the first incomplete one."""
+    # TensorFlow allocates the length that a record claims, so it must not read one that is longer than the file.
+    for record in itertools.islice(RawEventFileLoader(os.fsencode(path)).Load(), _frames(path)):
+        try:
+            yield record, Event.FromString(record).step
+        except DecodeError as error:
+            raise CheckpointError(f"{path}: has a record that is not an event ({error}); move it away") from error
+
+
+def _frames(path: Path) -> int:
+    """Return the number of records that are within the file, by the lengths that they claim."""
+    count = position = 0
+    with os.fdopen(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        while len(length := file.read(8)) == 8:
+            position += int.from_bytes(length, "little") + _FRAME_BYTES
+            if position > size:
+                break
+            file.seek(position)
+            count += 1
+    return count
 
 
 def _new_path(folder: Path) -> Path:
@@ -280,4 +308,5 @@ def _file_errors(path: Path, done: str) -> Iterator[None]:
             yield
     except tf.errors.OpError as error:
         reason = error.message.removeprefix(f"{path}; ")
-        raise CheckpointError(f"{path}: cannot be {done} ({reason}); check the disk") from error
+        remedy = remedy_of(_ERRNO.get(error.error_code))
+        raise CheckpointError(f"{path}: cannot be {done} ({reason}); {remedy}") from error

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import struct
 import subprocess
 import sys
+import tempfile
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from helpers.speed import WAIT
 from tensorboard.backend.event_processing.event_accumulator import STORE_EVERYTHING_SIZE_GUIDANCE, EventAccumulator
 
 from hvdkit.errors import CheckpointError
+from hvdkit.supervisor import summaries as module
 from hvdkit.supervisor.summaries import Summaries, remove_after
 
 # A run that saves every ten steps and is then killed; the value written at step s identifies the run.
@@ -285,6 +288,44 @@ summaries.close()
     assert first.startswith(f"{path}: cannot be written (File too large)") and second.startswith(f"{path}: closed")
     write(tmp_path, [int(saved) + 1], resume_at=int(saved))
     assert [step for step, _ in scalars(tmp_path)] == list(range(1, int(saved) + 2))
+
+
+def test_a_full_disk_is_named_with_the_remedy(tmp_path, monkeypatch):
+    """/dev/full reports what a full disk reports."""
+    (tmp_path / "full").symlink_to("/dev/full")
+    monkeypatch.setattr(module, "_new_path", lambda folder: folder / "full")
+    with pytest.raises(CheckpointError, match=r"full: cannot be written \(No space left on device\); free space there"):
+        Summaries(tmp_path)
+
+
+def test_event_files_with_wrong_contents(tmp_path):
+    """A FIFO would wait for a writer, and the length that a record claims would be allocated."""
+    write(tmp_path, range(1, 6))
+    (path,) = files(tmp_path)
+    good = path.read_bytes()
+    length = struct.pack("<Q", 2**60)
+    path.write_bytes(good + length + struct.pack("<I", masked_crc(length)) + b"x" * 20)
+    remove_after(tmp_path, 4)
+    assert [step for step, _ in scalars(tmp_path)] == [1, 2, 3, 4]
+
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        writer.write(b"\xff" * 9)
+    with pytest.raises(CheckpointError, match=rf"{path.name}: has a record that is not an event .*move it away"):
+        remove_after(tmp_path, 4)
+    path.unlink()
+    for make in (os.mkfifo, lambda p: p.symlink_to("/dev/zero"), lambda p: p.symlink_to("nowhere")):
+        make(path)
+        with pytest.raises(CheckpointError, match=path.name):
+            remove_after(tmp_path, 4)
+        path.unlink()
+
+
+def masked_crc(data: bytes) -> int:
+    """Return the checksum that a TFRecord file has of ``data``: TensorFlow writes it after the length."""
+    with tempfile.NamedTemporaryFile() as file:
+        with tf.io.TFRecordWriter(file.name) as writer:
+            writer.write(data)
+        return struct.unpack("<I", file.read()[-4:])[0]
 
 
 def test_a_folder_that_is_a_file(tmp_path):
