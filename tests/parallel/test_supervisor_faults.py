@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
 import pytest
-from helpers.faults import flip
+from helpers.faults import edited, flip, rewritten
 
 import hvdkit as hk
 
@@ -82,6 +84,51 @@ def test_damage_is_named_and_the_checkpoint_before_is_taken(shared_path, what, c
         assert "step-000000004 is damaged; skipping it" in said
         assert name in said
         assert re.search(words, said), said
+
+
+def seed_shape(entries: dict[str, Any]) -> None:
+    next(entry for name, entry in entries.items() if "seed" in name)["shape"] = [-2]
+
+
+def position_of_numpy(entries: dict[str, Any]) -> None:
+    values = json.loads(entries["__metadata__"]["rank_values"])
+    values["random/numpy"]["state"]["pos"] = 10**6  # NumPy would read memory beyond its 624 numbers
+    entries["__metadata__"]["rank_values"] = json.dumps(values)
+
+
+FORGED = {
+    "manifest.json: missing": lambda path: (path / "manifest.json").unlink(),
+    "manifest.json: is a FIFO": lambda path: [(path / "manifest.json").unlink(), os.mkfifo(path / "manifest.json")],
+    r"manifest.json: value 'position': got 'x'": lambda path: edited(path, lambda c: c["values"].update(position="x")),
+    "manifest.json: variables: got None": lambda path: edited(path, lambda c: c.update(variables=None)),
+    rf"{SHARD}: .*shape\[0\]: got -2": lambda path: rewritten(path, SHARD, seed_shape),
+    rf"{SHARD}: value 'random/numpy': pos: got 1000000": lambda path: rewritten(path, SHARD, position_of_numpy),
+}
+
+
+def test_damage_of_each_class_is_met_by_all_ranks_together(shared_path, caplog):
+    """What only one rank reads, too: all take the checkpoint before; if there is none, all raise the same error."""
+    trained(shared_path / "run")
+    for number, (words, forge) in enumerate(FORGED.items()):
+        run = shared_path / str(number)
+        on_chief(shutil.copytree, shared_path / "run", run)
+        on_chief(forge, run / "checkpoints" / "step-000000004")
+        caplog.clear()
+        with session(run) as sv:
+            assert sv.global_step == 2, words
+            sv.close()
+        if hk.is_chief():
+            said = " ".join(record.getMessage() for record in caplog.records)
+            assert re.search(rf"step-000000004 is damaged; skipping it: .*{words}", said), said
+        hk.barrier()
+    for path in (shared_path / "run" / "checkpoints").iterdir():
+        on_chief((path / "manifest.json").unlink)
+    with pytest.raises(hk.CorruptCheckpointError) as caught:
+        session(shared_path / "run").__enter__()
+    errors = hk.allgather_object(str(caught.value))
+    assert all("all 2 checkpoints are damaged" in text and "to start anew on purpose" in text for text in errors)
+    left = [*(shared_path / "run" / "checkpoints").glob("*/*.safetensors")]
+    assert len(left) == 2 * (1 + hk.size())  # nothing was removed
 
 
 def test_retention_never_leaves_damaged_checkpoints_alone(shared_path):
