@@ -16,15 +16,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hvdkit.checkpoint.bounds import manifest_bytes
 from hvdkit.checkpoint.entries import Entry, State
-from hvdkit.checkpoint.files import atomic_file, checkpoint_errors, remove_folder
+from hvdkit.checkpoint.files import atomic_file, checkpoint_errors, read_bounded, remove_folder
 from hvdkit.checkpoint.folder import commit, temporary_path
 from hvdkit.checkpoint.manifest import RANK_VALUES, REPLICATED, Manifest, Part, TensorEntry, shard_name
+from hvdkit.checkpoint.schema import Schema, array, checked, json_of, mapping, plain, typed
 from hvdkit.checkpoint.tensorfile import FileRecord, OutgoingTensor, write_file
 from hvdkit.errors import CheckpointError, NonFiniteError
 
 _MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.002, 0.01
 _NICENESS = 10  # niceness increment of a background save, so that training takes precedence if cores are scarce
+
+
+# What a rank tells the chief; build_manifest's result is checked as a whole.
+_REPORT: Schema[dict[str, Any]] = typed(dict, files=mapping(array(plain, exactly=3)), indices=mapping(plain))
 
 
 @dataclass
@@ -203,8 +209,7 @@ class Save:
             self._check_cancelled()
             time.sleep(seconds)
             seconds = min(2 * seconds, _MAX_POLL_SECONDS)
-        with checkpoint_errors(path, "read"):
-            report = json.loads(path.read_bytes())
+        report = checked(json_of(read_bounded(path, manifest_bytes(1)), path), _REPORT, path)
         report["files"] = {name: FileRecord(*record) for name, record in report["files"].items()}
         return report
 

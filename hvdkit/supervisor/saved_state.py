@@ -67,6 +67,8 @@ class Position:
         step = state.get("global_step") if isinstance(state, dict) else state
         if type(step) is not int or step < 0 or "data" not in state:
             raise CorruptCheckpointError(f"got {ascii(state)[:80]}, expected global_step and data")
+        if isinstance(self._data_state, dict) and not isinstance(state["data"], dict | None):
+            raise CorruptCheckpointError(f"data: got {ascii(state['data'])[:80]}, expected an object or null")
         self.step = step
         if self._data is not None and state["data"] is not None:
             self._data.restore(state["data"])

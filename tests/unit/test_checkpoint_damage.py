@@ -344,17 +344,19 @@ def test_a_value_of_the_wrong_type_costs_one_checkpoint(tmp_path, caplog):
         ("position", {"global_step": "3", "data": None}),
         ("position", {"global_step": True, "data": None}),
         ("position", {"data": None}),
+        ("position", {"global_step": 2, "data": "x"}),
         ("state/best", {"a": 1}),
     ]
     for number, (name, value) in enumerate(wrong):
         logdir = tmp_path / str(number)
-        with session(logdir, save_steps=1, asynchronous=False, state={"best": 0.5}) as sv:
+        data = hk.data.GlobalBatches(np.arange(8), 2)
+        with session(logdir, save_steps=1, asynchronous=False, state={"best": 0.5}, data=data) as sv:
             sv.step()
             sv.step()
         newest = logdir / "checkpoints" / step_name(2)
         edited(newest, lambda content, name=name, value=value: content["values"].update({name: value}))
         caplog.clear()
-        with session(logdir, state={"best": 0.5}) as sv:
+        with session(logdir, state={"best": 0.5}, data=data) as sv:
             assert sv.global_step == 1, value
             sv.close()
-        assert f"{newest}/manifest.json: value '{name}': got " in caplog.text
+        assert f"{newest}/manifest.json: value '{name}': " in caplog.text and ": got " in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 import shutil
 from pathlib import Path
@@ -186,6 +187,28 @@ def test_values_of_a_rank_that_are_missing_are_damage(tmp_path):
     manifest.rank_values.append("random/numpy")
     with Reader(path, manifest) as reader, pytest.raises(hk.CorruptCheckpointError, match=r"rank 1.*random/numpy"):
         reader.rank_values(1)
+
+
+def test_a_restore_opens_each_file_once_and_reads_each_byte_once(tmp_path, monkeypatch):
+    """Comparing headers and manifest takes no further reads."""
+    path = save_as(tmp_path / step_name(20), size=3, rows=10)
+    opened = []
+    open_file = os.open
+
+    def counting_open(name, *args, **more):
+        opened.append(name)
+        return open_file(name, *args, **more)
+
+    monkeypatch.setattr(os, "open", counting_open)
+    manifest = Manifest.load(path)
+    with Reader(path, manifest) as reader:
+        reader.whole("w")
+        reader.whole("table")
+        for rank in range(3):
+            reader.per_rank("mean", rank, 3, "mean")
+        reader.all_rank_values()
+        assert reader.bytes_read == sum(record.bytes for record in manifest.files.values())
+    assert sorted(str(name) for name in opened) == sorted(str(file) for file in path.iterdir())
 
 
 # --- many ranks

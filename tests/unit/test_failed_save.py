@@ -41,6 +41,19 @@ def start(target: Path, rank: int) -> Save:
     return Save(target, disk, step=1, rank=rank, size=SIZE, token="t").start()
 
 
+def test_a_report_with_wrong_contents_fails_the_save(tmp_path):
+    """A rank reports to the chief through a file next to its shard."""
+    for number, content in enumerate([b"[", b"{}", b'{"files": {"f": [1]}, "indices": {}}', b"\xff"]):
+        target = tmp_path / f"step-{number:09d}"
+        folder = tmp_path / f".writing-{target.name}-t"
+        folder.mkdir()
+        (folder / "rank-00001.json").write_bytes(content)
+        one = Save(target, Snapshot(), step=number, rank=0, size=2, token="t").start()
+        assert one.wait(WAIT)
+        assert isinstance(one.error, hk.CheckpointError) and "rank-00001.json: " in str(one.error), one.error
+        assert not target.exists()
+
+
 def test_the_rank_that_failed_is_named_and_not_one_that_was_still_writing(tmp_path):
     saves = [start(tmp_path / "step-000000001", rank) for rank in range(SIZE)]
     told: list[str] = []
