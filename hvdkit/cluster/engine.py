@@ -34,7 +34,7 @@ def load_horovod() -> ModuleType:
         if error.name is None or not error.name.startswith("horovod"):
             raise
         raise ImportError(
-            "hvdkit needs Horovod, which is not installed; run `hvdkit build-horovod` (2 to 4 minutes); "
+            "hvdkit needs Horovod, which is not installed; run `hvdkit build-horovod` (1 to 3 minutes); "
             + see("compatibility"),
             name="horovod",
         ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import platform
@@ -26,8 +27,8 @@ from hvdkit.commands.build_horovod.sdist import HOROVOD
 from hvdkit.errors import BuildError, describe
 
 # On PYTHONPATH only for the build; the user's environment is not modified.
-# Horovod's setup.py needs a setuptools version that still has the legacy commands.
-BUILD_TOOLS = ("setuptools>=68,<80", "wheel", "packaging", "cloudpickle", "psutil", "pyyaml")
+# Horovod's setup.py needs a setuptools version that still has the legacy commands, and bdist_wheel already.
+BUILD_TOOLS = ("setuptools>=70.1,<80",)
 CMAKE = "cmake>=3.26,<5"
 
 # The user's build settings that are passed on, and are part of the cache key.
@@ -233,7 +234,8 @@ def _install(wheel: Path, log: Path, progress: BuildProgress) -> None:
     progress.step(f"install {wheel.name}")
     install = [*pip_command(), "install"]
     failure, env = f"pip could not install {wheel}", pip_environment()
-    run([*install, "--force-reinstall", "--no-deps", str(wheel)], log=log, failure=failure, env=env)
+    if any(importlib.metadata.distributions(name="horovod")):  # another build can have the same version
+        run([*install, "--force-reinstall", "--no-deps", str(wheel)], log=log, failure=failure, env=env)
     run([*install, str(wheel)], log=log, failure=failure, env=env)
 
 

@@ -16,7 +16,7 @@ GpuKind = Literal["none", "nccl"]
 class BuildHorovod:
     """Compile Horovod for the installed TensorFlow, install it and check that it imports.
 
-    Takes 2 to 4 minutes on an idle machine, and seconds if the cache has a wheel for this TensorFlow.
+    Takes 1 to 3 minutes on an idle machine, and seconds if the cache has a wheel for this TensorFlow.
 
     For example:
         hvdkit build-horovod

@@ -143,6 +143,70 @@ inline GpuStreamHandle AsGpuStreamValue(Stream* stream) {
         old="install_requires=require_list,\n",
         new="install_requires=require_list + os.environ['HVDKIT_REQUIRES'].split(),\n",
     ),
+    Patch(
+        name="compile-together",
+        why="most of the compiler's time goes into headers, debugging information and -O3 for code that runs once; "
+        "files that are compiled as one share their headers",
+        versions="all",
+        path="CMakeLists.txt",
+        old="# Add architecture specific optimization flags\n",
+        new="""\
+string(REGEX REPLACE "(^| )-g( |$)" " " CMAKE_CXX_FLAGS_RELWITHDEBINFO "${CMAKE_CXX_FLAGS_RELWITHDEBINFO}")
+
+# Replace the files of the list ${list} that match ${pattern} by one that includes them, with its own options.
+function(compile_together list name pattern options)
+    set(files ${${list}})
+    list(FILTER files INCLUDE REGEX "${pattern}")
+    list(REMOVE_DUPLICATES files)
+    set(others ${${list}})
+    list(FILTER others EXCLUDE REGEX "${pattern}")
+    string(REPLACE ";" "\\"\\n#include \\"" text "${files}")
+    set(together "${CMAKE_CURRENT_BINARY_DIR}/${name}.cc")
+    file(WRITE "${together}" "#include \\"${text}\\"\\n")
+    set_source_files_properties("${together}" PROPERTIES COMPILE_OPTIONS "${options}")
+    set(${list} ${others} "${together}" PARENT_SCOPE)
+endfunction()
+
+# Add architecture specific optimization flags
+""",
+    ),
+    Patch(
+        name="compile-together-horovod",
+        why="see compile-together; -O3 stays for sums of tensors and for GPUs, and -O1 is for the search of parameters "
+        "(HOROVOD_AUTOTUNE) and the registration of ops",
+        versions="all",
+        path="horovod/tensorflow/CMakeLists.txt",
+        old="add_library(${TF_TARGET_LIB} SHARED ${SOURCES} ${TF_SOURCES})\n",
+        new="""\
+compile_together(SOURCES sums "/(half|(gloo|mpi)_operations|adasum_mpi|adasum_mpi_operations)[.]cc$" "-O3")
+compile_together(SOURCES autotune "/(parameter_manager|bayesian_optimization|gaussian_process)[.]cc$" "-O1")
+compile_together(SOURCES transports "/common/(operations|(gloo|mpi)/[a-z_]+)[.]cc$" "-O2")
+compile_together(SOURCES engine "/common/(utils/|ops/(collective|operation)_)?[a-z_]+[.]cc$" "-O2")
+set_source_files_properties("${PROJECT_SOURCE_DIR}/horovod/tensorflow/mpi_ops.cc" PROPERTIES COMPILE_OPTIONS "-O1")
+add_library(${TF_TARGET_LIB} SHARED ${SOURCES} ${TF_SOURCES})
+""",
+    ),
+    Patch(
+        name="compile-together-gloo",
+        why="see compile-together; Horovod does not use allreduce_local, which defines a name twice",
+        versions="all",
+        path="third_party/gloo/gloo/CMakeLists.txt",
+        old="add_library(gloo ${GLOO_STATIC_OR_SHARED} ${GLOO_SRCS})\n",
+        new="""\
+list(FILTER GLOO_SRCS EXCLUDE REGEX "/allreduce_local[.]cc$")
+compile_together(GLOO_SRCS collectives "/gloo/((common|mpi|rendezvous|transport)/)?[a-z_]+[.]cc$" "-O2")
+compile_together(GLOO_SRCS tcp "/transport/tcp/[a-z_]+[.]cc$" "-O2")
+add_library(gloo ${GLOO_STATIC_OR_SHARED} ${GLOO_SRCS})
+""",
+    ),
+    Patch(
+        name="one-gloo",
+        why="Horovod compiles Gloo for C++11 and C++17; TensorFlow >= 2.10 takes the second",
+        versions="all",
+        path="CMakeLists.txt",
+        old="    add_subdirectory(third_party/gloo)\n",
+        new="    add_subdirectory(third_party/gloo EXCLUDE_FROM_ALL)\n",
+    ),
 )
 
 
