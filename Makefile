@@ -22,13 +22,15 @@ BIN := $(abspath $(VENV))/bin
 RUN := env PATH="$(BIN):$$PATH" OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 	OMPI_MCA_rmaps_base_oversubscribe=1
 
-.PHONY: help setup demo smoke test test-all test-rest test-nightly lint docs docs-check tutorials tutorials-check bench dist dist-check compatibility lock \
-	clean
+.PHONY: help setup tools demo smoke test test-all test-rest test-nightly lint docs docs-check tutorials tutorials-check \
+	bench dist dist-check compatibility lock clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-setup: $(VENV)/.horovod ## make the environment: pinned packages, hvdkit, Horovod compiled
+setup: $(VENV)/.horovod ## make the environment: hvdkit, Horovod compiled, and what the demo needs
+
+tools: $(VENV)/.tools ## add what the tests, the checks and the benchmarks need
 
 demo: setup ## train the CIFAR-10 network on real images over $(NP) ranks
 	@$(RUN) hvdkit run -np $(NP) -- python models/train.py cifar10
@@ -39,25 +41,25 @@ smoke: setup ## train small programs with each launcher, compare them with one p
 # Seconds of each launch and test of the last run; tests/run.py ends with the slowest.
 SECONDS_FILE = .cache/test-seconds-$@.json
 
-test: setup ## run the core of the tests: ten minutes on two slow cores
+test: setup tools ## run the core of the tests: ten minutes on two slow cores
 	$(RUN) python tests/run.py --tier core --seconds $(SECONDS_FILE) $(TESTS)
 
-test-all: setup ## run all tests but the nightly ones: half an hour
+test-all: setup tools ## run all tests but the nightly ones: half an hour
 	$(RUN) python tests/run.py --tier all --seconds $(SECONDS_FILE) $(TESTS)
 
-test-rest: setup ## run what test-all has and test lacks
+test-rest: setup tools ## run what test-all has and test lacks
 	$(RUN) python tests/run.py --tier rest --seconds $(SECONDS_FILE) $(TESTS)
 
-test-nightly: setup ## run every test, every fault under every launcher, Slurm, 20 GB: hours
+test-nightly: setup tools ## run every test, every fault under every launcher, Slurm, 20 GB: hours
 	$(RUN) python tests/run.py --tier nightly --seconds $(SECONDS_FILE) $(TESTS)
 
-lint: $(VENV)/.packages ## ruff (rules, format), mypy, and the schema of the workflows
+lint: tools ## ruff (rules, format), mypy, and the schema of the workflows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
-docs-check: setup ## run the examples in the docstrings and documents, check the documents' links
+docs-check: setup tools ## run the examples in the docstrings and documents, check the documents' links
 	$(RUN) python -m pytest -q --doctest-modules hvdkit
 	$(BIN)/python tools/check_links.py
 	$(BIN)/python tools/check_docs.py
@@ -66,29 +68,29 @@ docs: .cache/docs/.made ## build the documentation site: site/index.html
 	NO_MKDOCS_2_WARNING=1 .cache/docs/bin/mkdocs build
 	.cache/docs/bin/python tools/check_site.py
 
-tutorials: setup .cache/tutorials/.made ## execute the tutorials' notebooks, and write their outputs to docs/tutorials
+tutorials: setup tools .cache/tutorials/.made ## execute the tutorials' notebooks, and write their outputs to docs/tutorials
 	@$(RUN) .cache/tutorials/bin/python tools/tutorials.py
 
-tutorials-check: setup .cache/tutorials/.made ## execute the tutorials' notebooks, and write nothing
+tutorials-check: setup tools .cache/tutorials/.made ## execute the tutorials' notebooks, and write nothing
 	@$(RUN) .cache/tutorials/bin/python tools/tutorials.py --check
 
 # A goal that is missed (exit code 3) does not stop the others; an error, or Ctrl-C, does.
-bench: setup ## measure hvdkit beside its peers and write the report; BENCH="dense fit" picks
+bench: setup tools ## measure hvdkit beside its peers and write the report; BENCH="dense fit" picks
 	@for script in $(foreach name,$(BENCH),$(or $(wildcard proofs/$(name).py),benchmarks/$(name).py)); do \
 		$(RUN) python "$$script" || [ $$? -eq 3 ] || exit 1; \
 	done
 	@$(RUN) python benchmarks/report.py
 
-dist: $(VENV)/.packages ## build the source archive and the wheel of the last commit in dist/
+dist: tools ## build the source archive and the wheel of the last commit in dist/
 	$(BIN)/python tools/build_dist.py
 
-dist-check: setup ## install them with pip and uv as docs/install.md says, and run two ranks
+dist-check: setup tools ## install them with pip and uv as docs/install.md says, and run two ranks
 	$(RUN) python tools/check_dist.py
 
-compatibility: $(VENV)/.packages ## build and test with other versions, rewrite docs/compatibility.md; ONLY=2.19.1 picks
+compatibility: tools ## build and test with other versions, rewrite docs/compatibility.md; ONLY=2.19.1 picks
 	$(BIN)/python tools/compatibility.py --only "$(ONLY)"
 
-lock: $(VENV)/.packages ## pin the newest versions of all dependencies
+lock: tools ## pin the newest versions of all dependencies
 	$(BIN)/uv pip compile --upgrade --universal --python-version 3.10 --no-emit-index-url \
 		--no-emit-find-links --custom-compile-command "make lock" --extra cpu --extra files \
 		setup.cfg requirements/dev.in --output-file requirements/lock.txt
@@ -120,9 +122,16 @@ $(VENV)/.made:
 # Pins for Python 3.14, for which only a release candidate of TensorFlow has wheels.
 LOCK = requirements/lock$(if $(shell ls -d $(VENV)/lib/python3.14 2>/dev/null),-3.14).txt
 
+# Python compiles modules when they are imported first: few of those that are installed.
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --no-compile
+
+# scikit-learn has the images of the demo.
 $(VENV)/.packages: $(VENV)/.made $(wildcard requirements/lock*.txt) setup.cfg pyproject.toml
-	$(BIN)/python -m pip install --disable-pip-version-check --requirement $(LOCK)
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --editable .
+	$(PIP_INSTALL) --constraint $(LOCK) --editable '.[cpu]' scikit-learn
+	@touch $@
+
+$(VENV)/.tools: $(VENV)/.packages
+	$(PIP_INSTALL) --requirement $(LOCK)
 	@touch $@
 
 # The site needs no TensorFlow, and gets a separate environment, which takes half a minute.

@@ -113,7 +113,7 @@ def test_twine_accepts_both(dist: tuple[Path, Path]) -> None:
 
 def test_the_dockerfile_passes_its_linter() -> None:
     linter = shutil.which("hadolint", path=sysconfig.get_path("scripts"))
-    assert linter is not None, "no hadolint: make setup"
+    assert linter is not None, "no hadolint: make tools"
     done = subprocess.run([linter, "launch/Dockerfile"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
