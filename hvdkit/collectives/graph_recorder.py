@@ -1,4 +1,4 @@
-"""Records the collectives of graphs: the last run of each, or every run with ``HVDKIT_CHECK=1``."""
+"""Records the collectives of graphs: the last run of each, or every run with ``HVDKIT_CHECK=1`` or op determinism."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.framework.config import is_op_determinism_enabled
 
 from hvdkit.collectives.sites import MOST_SHAPES, add_site, describe_tensors, traced_line
 from hvdkit.watchdog.flight_recorder import collective_key, recorder
@@ -38,7 +39,8 @@ def run(
     """
     if not reporter().is_watched:  # no sentinel would read the records
         return native(tensors)
-    if os.environ.get(CHECK) != "1":
+    # Sites read TensorFlow's clock, which it refuses if op determinism is enabled.
+    if os.environ.get(CHECK) != "1" and not is_op_determinism_enabled():
         return add_site(op_name, label, shown, ranks).record(native, tensors)
     line = traced_line()
     key = collective_key(op_name, ranks)

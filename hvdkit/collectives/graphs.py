@@ -67,7 +67,17 @@ def not_constant(x: tf.Tensor) -> tf.Tensor:
     """
     if not _may_be_constant(x):
         return x
-    return depending_on(tf.timestamp() >= 0, x)
+    return depending_on(true_at_run_time(), x)
+
+
+def true_at_run_time() -> tf.Tensor:
+    """Return True, as a value that TensorFlow does not know while it optimizes the graph.
+
+    It comes from a seeded random op: TensorFlow refuses ``tf.timestamp`` and unseeded random ops if op determinism is
+    enabled. The op has its own seed and state, so it changes no other random numbers.
+    """
+    with tf.device("/CPU:0"):
+        return tf.raw_ops.RandomUniform(shape=tf.zeros([0], tf.int32), dtype=tf.float32, seed=1, seed2=1) >= 0
 
 
 def _may_be_constant(x: tf.Tensor) -> bool:
@@ -105,4 +115,4 @@ def run_in_step(result: tf.Tensor) -> None:
     serializes only iterations and calls of functions, not the other collectives of the same graph.
     """
     # A constant condition would be pruned, together with everything that only it needs.
-    tf.raw_ops.Assert(condition=tf.timestamp() >= 0, data=[tf.reshape(result, [-1])[:1]])
+    tf.raw_ops.Assert(condition=true_at_run_time(), data=[tf.reshape(result, [-1])[:1]])

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.collectives import tensors
+from hvdkit.collectives.graphs import true_at_run_time
 from hvdkit.collectives.ops import ReduceOp
 from hvdkit.optimizer.average import Averaging, combine
 from hvdkit.optimizer.compression import reduce_scatter, wire_dtype
@@ -120,7 +121,7 @@ class ElementPartition:
         """Free the memory of the proxies."""
         for _, proxy in self._proxies():
             # The length must not be known statically, or TensorFlow rejects the change of shape.
-            proxy.set_elements(tf.zeros(tf.cast(tf.timestamp(), tf.int32)[None] * 0, proxy.dtype))
+            proxy.set_elements(tf.zeros(tf.cast(~true_at_run_time(), tf.int32)[None], proxy.dtype))
 
     def _proxies(self) -> Iterator[tuple[int, PartProxy]]:
         for index, target in enumerate(self.targets):

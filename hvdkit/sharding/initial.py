@@ -9,7 +9,7 @@ discards those.
 from __future__ import annotations
 
 import math
-import secrets
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -67,11 +67,14 @@ def initial_blocks(
 
 
 def common_seed(seed: int | None, initializer: Initializer | None = None) -> int:
-    """Return ``seed``, or the initializer's seed, or a new random one. All ranks must use the chief's."""
+    """Return ``seed``, or the initializer's seed, or a new one. All ranks must use the chief's.
+
+    A new one comes from Python's generator, as in Keras: ``keras.utils.set_random_seed`` makes it reproducible.
+    """
     initializer_seed = getattr(initializer, "_init_seed", None)
     chosen = seed if seed is not None else initializer_seed
     if chosen is None:
-        return secrets.randbits(63)
+        return random.getrandbits(63)
     if isinstance(chosen, bool) or not isinstance(chosen, (int, np.integer)) or chosen < 0:
         raise TypeError(describe("seed", chosen, "a whole number >= 0, or None", "pass e.g. 1"))
     return int(chosen)
