@@ -28,6 +28,7 @@ from hvdkit.collectives.weak_registry import Attached
 from hvdkit.optimizer.caller import locals_of
 from hvdkit.sharding.shards import differs_by_rank
 from hvdkit.sharding.variables import broadcast_variables
+from hvdkit.watchdog.reporter import reporter
 
 _SAMPLED_ROWS = 64
 _REMEDY = "use hk.fit, or pass hk.callbacks.BroadcastInitial() and build the model before fit"
@@ -182,6 +183,7 @@ class FitMonitor:
                 broadcast_variables([v for v in [*model.variables, *slots] if _has_value(v)])
             if isinstance(callbacks, keras.callbacks.CallbackList):
                 self._append_comparison(callbacks)
+            _report_exceptions(model)
 
     def _append_comparison(self, callbacks: keras.callbacks.CallbackList) -> None:
         if any(isinstance(each, _RankComparison) for each in callbacks.callbacks):
@@ -323,6 +325,30 @@ def _digest(variables: list[Any]) -> bytes:
 
 def _has_value(variable: Any) -> bool:
     return bool(tf_variable(variable).is_initialized())
+
+
+def _report_exceptions(model: Any) -> None:
+    """Have the watchdog learn of exceptions in the model's steps, which the program may catch."""
+    step = model.train_function
+    if step is None or isinstance(step, _ReportingStep):
+        return
+    object.__setattr__(model, "train_function", _ReportingStep(step))  # bypass Keras's tracking
+
+
+class _ReportingStep:
+    """A model's ``train_function`` that reports exceptions."""
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        self._step = step
+
+    def __call__(self, iterator: Any) -> Any:
+        try:
+            return self._step(iterator)
+        except (StopIteration, tf.errors.OutOfRangeError):  # the end of the data
+            raise
+        except Exception as error:
+            reporter().note_raised(error)
+            raise
 
 
 def _followed_by(function: Callable[..., Any], then: Callable[[], None]) -> Callable[..., Any]:

@@ -26,6 +26,7 @@ from hvdkit.training.metric_combiner import MetricCombiner
 from hvdkit.training.model_optimizers import compare_optimizers, distribute_optimizers, optimizers_of
 from hvdkit.training.rank_seeds import global_generator, rank_seeds, spread_seeds
 from hvdkit.training.train_steps import ShareSteps, Step
+from hvdkit.watchdog.reporter import reporter
 
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
 # Attributes that the traced steps depend on.
@@ -119,6 +120,9 @@ class FitSession:
             self._is_running = True
             try:
                 yield
+            except Exception as error:
+                reporter().note_raised(error)
+                raise
             finally:
                 self._is_running = False
                 self._functions = {name: vars(model).get(name) for name in _FUNCTIONS}

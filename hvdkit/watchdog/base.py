@@ -19,6 +19,7 @@ from hvdkit.watchdog.events import (
     GiveStacks,
     Leaving,
     Message,
+    Raised,
     Release,
     Sampled,
     Signal,
@@ -154,6 +155,9 @@ class Sentinel(ABC):
         if isinstance(message, Training):
             self.rank.begin_training(message, now)
             self.released = False
+        elif isinstance(message, Raised):
+            self.rank.raised_at = now
+            self._reported_at = 0.0
         elif isinstance(message, Leaving):
             self.rank.leaving = message
         elif isinstance(message, Unwound):

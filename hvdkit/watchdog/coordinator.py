@@ -28,6 +28,7 @@ from hvdkit.watchdog.events import (
     Joined,
     Leaving,
     Message,
+    Raised,
     Refused,
     Release,
     Signal,
@@ -39,6 +40,7 @@ from hvdkit.watchdog.events import (
 )
 from hvdkit.watchdog.job_end import TEXTS, JobEnd
 from hvdkit.watchdog.leaving import LEAVE_SECONDS, LeavingRanks
+from hvdkit.watchdog.left_behind import LeftBehind
 from hvdkit.watchdog.lines import Lines
 from hvdkit.watchdog.member import Member, broadcast
 from hvdkit.watchdog.settings import WatchdogSettings
@@ -51,6 +53,8 @@ _GATHER_SECONDS = 0.25
 _OTHERS_SECONDS = 1.0
 # Seconds for a rank to replace its killed sentinel; with hvdkit run, sentinels are not replaced.
 _REPLACE_SECONDS = 5.0
+# The same for a rank of this host whose process is alive: on a busy host, starting a process takes long.
+_REPLACE_HERE_SECONDS = 60.0
 # Limit for a silent sentinel whose host still answers, in heartbeats.
 _SILENT_FACTOR = 1.5
 # Limit for ranks that wait for a working rank, e.g. for a download on the chief; a multiple of the watchdog's limit.
@@ -117,8 +121,9 @@ class Coordinator:
         self._decision_due: float | None = None
         self._longest_idle: int | None = None  # the rank that has been idle longest, and longer than allowed
         self._stacks_due: float | None = None
-        self._waits = Waits(lambda rank: self.members[rank].last_heard)
+        self._waits = Waits(lambda rank: self.members[rank].last_heard, is_complete=settings.check)
         self._ticked_at = time.monotonic()
+        self._left_behind = LeftBehind(self._running)
         self.stop_requested = self.notified = False
         self.verdict: Verdict | None = None
         self._end = JobEnd(size, settings, self.members, self.judge, self._lines, writes_last=not under_run)
@@ -175,7 +180,7 @@ class Coordinator:
         member = Member(joined, send, now, peer)
         before = self.members.get(joined.rank)
         if before is not None:
-            member.is_training, member.status = before.is_training, before.status
+            member.is_training, member.status, member.pid = before.is_training, before.status, before.pid
         self.members[joined.rank] = self._running[joined.rank] = member
         self._lost_ranks.discard(joined.rank)
         return member
@@ -201,6 +206,7 @@ class Coordinator:
                 events = self._events[member.rank]
                 events[:] = [one for one in events if not isinstance(one.event, Leaving)]
             member.is_training, member.script_ended_at, member.holding = True, None, None
+            member.pid = message.pid
             member.released, member.unwound = None, False
             self._record(member, message, now)
         elif isinstance(message, Failed):
@@ -208,6 +214,8 @@ class Coordinator:
             is_explained = not message.follows or self._leaving.have_ended
             # An error caused by another rank waits for that rank's own report.
             self._decide_at(now + (_GATHER_SECONDS if is_explained else LEAVE_SECONDS))
+        elif isinstance(message, Raised):
+            member.raised, member.raised_at = message, now
         elif isinstance(message, Leaving):
             self._leaving.add(member, message, now)
         elif isinstance(message, Exited):
@@ -224,7 +232,9 @@ class Coordinator:
         member.clock_difference = min(member.clock_difference, now - status.now)
         (self._stopped_ranks.discard if status.stopped is None else self._stopped_ranks.add)(member.rank)
         if not self.settings.check:
-            self._waits.replace(member.rank, status.waits, now)
+            self._waits.replace(member.rank, member.waits, now)
+        member.raised = member.raised if status.has_raised else None
+        self._left_behind.note(member, now)
         patience = self.settings.patience
         if patience and status.idle > patience and member.is_running:
             longest = None if self._longest_idle is None else self.members[self._longest_idle]
@@ -270,6 +280,7 @@ class Coordinator:
     def _forget_running(self, member: Member) -> None:
         self._running.pop(member.rank, None)
         self._leaving.has_stopped(member)
+        self._left_behind.has_stopped(member)
         self._stopped_ranks.discard(member.rank)
 
     def _lose(self, member: Member, now: float, *, is_silent: bool) -> None:
@@ -317,11 +328,15 @@ class Coordinator:
         if self.stop_requested:
             return
         for rank in list(self._lost_ranks):
-            if now - (self.members[rank].lost_at or now) > _REPLACE_SECONDS:
-                self._blame_lost(self.members[rank])
+            member = self.members[rank]
+            limit = _REPLACE_HERE_SECONDS if self._state_here(member) else _REPLACE_SECONDS
+            if now - (member.lost_at or now) > limit:
+                self._blame_lost(member)
         self._check_silent(now)
         self._check_stopped(now)
         self._check_hung(now)
+        if self._decision_due is None and self.settings.patience:
+            self._check_left_behind(now)
         if self._decision_due is None and (difference := self._waits.difference(self._running.keys(), now)) is not None:
             self._blame(self.members[difference.rank], Judged(cause=difference.cause), now)
         if self._decision_due is not None and now >= self._decision_due:
@@ -342,12 +357,23 @@ class Coordinator:
             self._postpone_silence(shortest_silence)
         for member in list(takewhile(lambda one: now - one.last_heard > limit, self._running.values())):
             silent = now - member.last_heard
-            if member.peer is None:
+            if member.peer is None or self._state_here(member) not in ("", "T"):
                 continue
             if silent > _SILENT_FACTOR * limit or member.peer.connection.is_cut_off(limit / 2):
                 self._give_up(member, now)  # the end of the job does not wait for it
                 why = f"has not answered for {silent:.0f} s: its host is cut off, or it was stopped with its sentinel"
                 self._blame(member, Judged(cause=why, dead=True), member.last_heard)
+
+    @staticmethod
+    def _state_here(member: Member) -> str:
+        """Return the state of a rank's process, one letter, if it lives on this host; otherwise "".
+
+        Silence of such a rank's sentinel means that the sentinel gets no core, because the kernel reports its end.
+        """
+        if member.pid is None or member.joined.place != processes.place():
+            return ""
+        process = processes.stat(member.pid)
+        return "" if process is None or process.state in "ZX" else process.state
 
     def _check_stopped(self, now: float) -> None:
         """Blame a rank that is stopped while others run. A job that is suspended as a whole will resume."""
@@ -382,6 +408,16 @@ class Coordinator:
             for member in running:
                 member.stacks = None
                 member.send(GiveStacks())
+
+    def _check_left_behind(self, now: float) -> None:
+        """Blame a rank that has left the others by an exception; report waits that last long."""
+        if (left := self._left_behind.by_exception(now)) is not None:
+            if left.text:
+                self._lines.line(left.text)
+            self._blame(left.member, Judged(cause=left.cause), left.member.raised_at)
+            return
+        for line in self._left_behind.report(now):
+            self._lines.line(line)
 
     def _blame_hung(self, now: float) -> None:
         """Blame the rank that is furthest behind: the others wait for it."""

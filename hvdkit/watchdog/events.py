@@ -10,7 +10,7 @@ from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 from hvdkit.watchdog.flight_recorder import CollectiveRecord
 
-VERSION = 1
+VERSION = 2
 """Version of the whole set of messages. The coordinator checks it before it admits a sentinel."""
 
 
@@ -110,6 +110,9 @@ class Status(Message):
         stopped: seconds since the process was stopped (SIGSTOP), or None.
         busy: the reason of an open ``hk.busy``, or None.
         waits: the eager collective in which the rank has waited for some seconds, or None.
+        in_graph: collectives of a graph in which the rank has waited for some seconds without computing, by key.
+        last: the last collective, if the rank has ended it some time ago.
+        has_raised: whether the rank has completed no collective since its last :class:`Raised`.
         now: host's monotonic clock when this was sent, in seconds.
     """
 
@@ -119,6 +122,9 @@ class Status(Message):
     stopped: float | None = None
     busy: str | None = None
     waits: CollectiveRecord | None = None
+    in_graph: list[CollectiveRecord] = field(default_factory=list)
+    last: str = ""
+    has_raised: bool = False
     now: float = 0.0
 
 
@@ -156,6 +162,19 @@ class Failed(Message):
     follows: bool = False
     step: int | None = None
     busy: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Raised(Message):
+    """An exception has ended a step, or a call of hvdkit, in which other ranks may still be. The program may catch it.
+
+    Attributes:
+        cause: the error in one line.
+        text: the traceback, each line prefixed with the rank.
+    """
+
+    cause: str
+    text: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,9 +22,9 @@ SLOTS = 1000
 _SLOT_BYTES, _BEGIN = 768, 4096
 # Thread ID of the training thread; steps trained (-1: not counted); number of the last collective; eager collectives
 # begun; number of the eager collective that the rank is in (0: none), and since when, by the host's monotonic clock in
-# seconds.
-_STATE = struct.Struct("qqQQQd")
-_THREAD, _STEP, _LAST, _COUNT, _WAIT, _SINCE = range(6)
+# seconds; when the training thread was last seen inside a graph, after the graph's collectives had been recorded.
+_STATE = struct.Struct("qqQQQdd")
+_THREAD, _STEP, _LAST, _COUNT, _WAIT, _SINCE, _IN_GRAPH = range(7)
 # Number, steps trained, start and end (0: not yet) by the host's monotonic clock in seconds, bytes, length of the text.
 _SLOT = struct.Struct("QqddQQ")
 _END = 3
@@ -104,6 +104,7 @@ class RecorderState:
         count: eager collectives begun in this world.
         waiting: number of the eager collective that the rank is in, or 0.
         since: when that collective began, or the last one ended, by the host's monotonic clock.
+        in_graph: when the training thread was last seen inside a graph, by the same clock; 0: not at the last look.
     """
 
     thread: int
@@ -112,6 +113,7 @@ class RecorderState:
     count: int
     waiting: int
     since: float
+    in_graph: float = 0.0
 
 
 class FlightRecorder:
@@ -136,7 +138,7 @@ class FlightRecorder:
         self.sampler: Callable[[], None] = lambda: None
         view = memoryview(self._memory)
         self._counts, self._signed, self._times = view.cast("Q"), view.cast("q"), view.cast("d")
-        _STATE.pack_into(self._memory, 0, threading.get_native_id(), -1, 0, 0, 0, time.monotonic())
+        _STATE.pack_into(self._memory, 0, threading.get_native_id(), -1, 0, 0, 0, time.monotonic(), 0.0)
 
     def begin_world(self) -> None:
         """Count eager collectives from 0 again: ``hk.init()`` was called again, on all ranks."""
@@ -209,6 +211,10 @@ class FlightRecorder:
         return (
             f"has waited in {self.last} for {seconds}" if self.waiting else f"returned from {self.last} {seconds} ago"
         )
+
+    def set_in_graph(self, is_inside: bool) -> None:
+        """Record whether the training thread is inside a graph whose collectives have just been recorded."""
+        self._times[_IN_GRAPH] = time.monotonic() if is_inside else 0.0
 
     def in_thread(self) -> None:
         """Record the calling thread as the training thread."""
@@ -287,9 +293,16 @@ class FlightReader:
 
     def state(self) -> RecorderState:
         """Return the rank's progress."""
-        thread, step, number, count, waiting, since = _STATE.unpack_from(self._memory)
-        step = None if step < 0 else step
-        return RecorderState(thread=thread, step=step, number=number, count=count, waiting=waiting, since=since)
+        thread, step, number, count, waiting, since, in_graph = _STATE.unpack_from(self._memory)
+        return RecorderState(
+            thread=thread,
+            step=None if step < 0 else step,
+            number=number,
+            count=count,
+            waiting=waiting,
+            since=since,
+            in_graph=in_graph,
+        )
 
     def record(self, number: int) -> CollectiveRecord | None:
         """Return collective ``number``, or None if its slot has been reused or is being written."""

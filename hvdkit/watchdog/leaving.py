@@ -82,7 +82,7 @@ class LeavingRanks:
         left_at = holding[0].held_since
         others = [one for one in self._running.values() if one.holding is None and one.script_ended_at is None]
         idle = [one for one in others if one.idle_since(left_at) > _NEEDED_SECONDS]
-        for waits in filter(None, (one.status.waits for one in idle)):
+        for waits in (record for one in idle for record in one.waits):
             for member in holding:
                 if waits.participants is None or member.rank in waits.participants:
                     return member

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from hvdkit.machine import processes
 from hvdkit.watchdog.channel import Peer
-from hvdkit.watchdog.events import Exited, Flight, Joined, Leaving, Message, Release, Stacks, Status
+from hvdkit.watchdog.events import Exited, Flight, Joined, Leaving, Message, Raised, Release, Stacks, Status
+from hvdkit.watchdog.flight_recorder import CollectiveRecord
 
 
 @dataclass(eq=False)
@@ -22,6 +23,7 @@ class Member:
     status: Status = field(default_factory=Status)
     status_at: float = -math.inf  # when the status arrived
     is_training: bool = False  # has called hk.init(), and can exit normally
+    pid: int | None = None  # of the process that called hk.init(), on its host
     script_ended_at: float | None = None
     # Its message that it leaves but keeps Horovod running. Its script counts as ended once it has been released.
     holding: Leaving | None = None
@@ -31,6 +33,8 @@ class Member:
     lost_at: float | None = None  # when its sentinel went away although the rank had not ended
     is_silent: bool = False  # its sentinel was given up because it did not answer
     unwound: bool = False
+    raised: Raised | None = None  # its last exception that its program may have caught
+    raised_at: float = -math.inf
     stacks: Stacks | None = None
     flight: Flight | None = None
     clock_difference: float = math.inf  # smallest difference seen between this host's clock and the rank's
@@ -39,6 +43,11 @@ class Member:
     def rank(self) -> int:
         """The rank's number."""
         return self.joined.rank
+
+    @property
+    def waits(self) -> list[CollectiveRecord]:
+        """The collectives in which it has waited for some seconds."""
+        return self.status.in_graph if self.status.waits is None else [self.status.waits]
 
     def idle_since(self, at: float) -> float:
         """Return for how long it has been idle, not counting the time before ``at``."""

@@ -10,10 +10,15 @@ from hvdkit.machine import processes
 from hvdkit.watchdog.activity import Activity
 from hvdkit.watchdog.channel import Connection
 from hvdkit.watchdog.events import Collectives, Leaving, Status, Training
-from hvdkit.watchdog.flight_recorder import CollectiveRecord, FlightReader
+from hvdkit.watchdog.flight_recorder import CollectiveRecord, FlightReader, RecorderState
 
 # Seconds in a collective after which it is reported: another rank may wait for this one in another collective.
 _WAITED_SECONDS = 3.0
+# Seconds for which the rank's last look at its graphs is valid; how many of its last collectives to search for those
+# that are pending in a graph, and how many of these to report.
+_LOOK_SECONDS, _RECENT, _MOST_PENDING = 5.0, 256, 16
+# Seconds after which the last collective is reported, for messages about ranks that wait for this one.
+_LAST_SECONDS = 15.0
 
 
 class RankProcess:
@@ -27,6 +32,7 @@ class RankProcess:
         busy: the reason of an open ``hk.busy``, or None.
         stopped_at: when it was first seen stopped, or None.
         leaving: the rank's message that its script has ended, or None.
+        raised_at: when the rank reported an exception that its program may have caught; None after its next collective.
         has_ended: True once the process has ended, after which its PID may be reused, or has left the world.
     """
 
@@ -37,6 +43,7 @@ class RankProcess:
         self.busy: str | None = None
         self.stopped_at: float | None = None
         self.leaving: Leaving | None = None
+        self.raised_at: float | None = None
         self.has_ended = False
         self._reader: FlightReader | None = None
         self._status_pipe: int | None = None
@@ -118,10 +125,41 @@ class RankProcess:
         idle, waits = self._activity.idle(state, now), None
         if state.waiting and now - state.since > _WAITED_SECONDS:
             waits = self._reader.record(state.waiting)
+        in_graph = self._waits_in_graph(state, now) if idle > _WAITED_SECONDS and not state.waiting else []
+        self._forget_raised()
         idle = 0.0 if self.busy is not None or self.leaving is not None or stopped is not None else idle
         return Status(
-            step=state.step, idle=idle, count=state.count, stopped=stopped, busy=self.busy, waits=waits, now=now
+            step=state.step,
+            idle=idle,
+            count=state.count,
+            stopped=stopped,
+            busy=self.busy,
+            waits=waits,
+            in_graph=in_graph,
+            last=self._last_ended(state, now),
+            has_raised=self.raised_at is not None,
+            now=now,
         )
+
+    def _waits_in_graph(self, state: RecorderState, now: float) -> list[CollectiveRecord]:
+        """Return the collectives that are pending in the graph in which the training thread is, if it has waited."""
+        if now - state.in_graph > _LOOK_SECONDS:
+            return []
+        pending = [one for one in self.records(_RECENT) if one.end is None and not one.is_eager]
+        if not any(now - one.start > _WAITED_SECONDS for one in pending):
+            return []
+        return sorted(pending, key=lambda one: one.key)[:_MOST_PENDING]
+
+    def _last_ended(self, state: RecorderState, now: float) -> str:
+        """Describe the last collective if it ended some time ago; "" otherwise."""
+        last = self._reader.record(state.number) if self._reader is not None and state.number else None
+        return str(last) if last is not None and last.end is not None and now - last.end > _LAST_SECONDS else ""
+
+    def _forget_raised(self) -> None:
+        """Forget an exception once the rank has completed another collective: no rank waits for it any more."""
+        after = self.raised_at
+        if after is not None and any(one.end is not None and one.start > after for one in self.records(_RECENT)):
+            self.raised_at = None
 
     def exit_status(self) -> int | None:
         """Return the status passed to the C library's ``exit``, or None for a process that ended in another way."""

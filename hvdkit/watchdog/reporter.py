@@ -16,13 +16,14 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 from hvdkit.machine import processes
 from hvdkit.machine.interfaces import chosen_addresses, reachable_addresses
 from hvdkit.machine.launcher import LaunchedRank
 from hvdkit.watchdog import sentinel
 from hvdkit.watchdog.channel import Offer, listen, receive_now, send_now
-from hvdkit.watchdog.ending import end_process, ending, flush_files, report_exit_status
+from hvdkit.watchdog.ending import end_process, ending, flush_files, is_victim, report_exit_status
 from hvdkit.watchdog.events import (
     Busy,
     Connect,
@@ -42,7 +43,7 @@ from hvdkit.watchdog.events import (
 )
 from hvdkit.watchdog.flight_recorder import FlightRecorder, memory_file, recorder
 from hvdkit.watchdog.settings import SOCKET_VARIABLE, WatchdogSettings
-from hvdkit.watchdog.uncaught import UncaughtErrors
+from hvdkit.watchdog.uncaught import UncaughtErrors, ended_a_step
 
 _LOGGER = logging.getLogger("hvdkit")
 # Seconds to wait for the coordinator's answer before this rank reports its failure itself.
@@ -50,6 +51,7 @@ _ANSWER_SECONDS = 5.0
 _SEND_SECONDS = 2.0
 # How many times a killed sentinel is replaced.
 _RESTARTS = 10
+_REPORTED = "_hvdkit_reported"  # attribute of an exception that this rank has reported
 # TensorFlow's functions that run a graph or an eager op; a rank that waits in a graph's collective blocks in one.
 _IN_GRAPH = {"quick_execute", "execute_with_cancellation"}
 
@@ -261,9 +263,27 @@ class Reporter:
             return
         try:
             self.recorder.sampler()
+            frame = sys._current_frames().get(self._thread_ident)
+            self.recorder.set_in_graph(frame is not None and frame.f_code.co_name in _IN_GRAPH)
+            self._report_caught()
         except Exception as error:  # must not end the rank
             _LOGGER.warning("flight recorder: rank %d stops recording collectives in graphs: %s", self._rank, error)
             self.recorder.sampler = lambda: None
+
+    def _report_caught(self) -> None:
+        """Report an exception that the training thread is handling, if it has ended a step with collectives."""
+        error: Any = sys._current_exceptions().get(self._thread_ident)
+        if isinstance(error, tuple):  # before Python 3.12
+            error = error[1]
+        if error is not None and ended_a_step(error):
+            self.note_raised(error)
+
+    def note_raised(self, error: BaseException) -> None:
+        """Report an exception that has ended a step in which other ranks may still be, unless they have caused it."""
+        if hasattr(error, _REPORTED) or not self.is_watched or ending().begun or is_victim(error):
+            return
+        setattr(error, _REPORTED, True)
+        self.send(self.uncaught.raised(error))
 
     def _resume_sentinel(self) -> None:
         """Resume the sentinel if it is stopped while its rank runs."""

@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from hvdkit.errors import HvdkitError, see
 from hvdkit.watchdog.ending import Exit, end_process, ending, is_victim
-from hvdkit.watchdog.events import Failed
+from hvdkit.watchdog.events import Failed, Raised
 from hvdkit.watchdog.lines import write_line
 
 if TYPE_CHECKING:
     from hvdkit.watchdog.reporter import Reporter
 
 _LONGEST_TEXT = 60_000
+COLLECTIVES = "hvdkit_collectives"
+"""The collection of a TensorFlow graph that lists its collectives."""
 
 
 class UncaughtErrors:
@@ -86,7 +88,7 @@ class UncaughtErrors:
     def _end(self, error: BaseException, trace: TracebackType | None, thread: str | None) -> None:
         """End all ranks: through the sentinel, by MPI's abort, or by ending this rank, which shuts Horovod down."""
         is_interrupted = isinstance(error, KeyboardInterrupt)
-        lines = [] if is_interrupted else "".join(traceback.format_exception(type(error), error, trace)).splitlines()
+        lines = [] if is_interrupted else _traceback(error.with_traceback(trace))
         lines += pages_of(error)
         text = "\n".join(f"[rank {self._rank}] {line}" for line in lines)[-_LONGEST_TEXT:]
         failed = self._failed(error, text, thread)
@@ -110,6 +112,11 @@ class UncaughtErrors:
             end_process(failed.code)
         raise Exit(failed.code)
 
+    def raised(self, error: BaseException) -> Raised:
+        """Return the report of an exception that the program may catch."""
+        text = "\n".join(f"[rank {self._rank}] {line}" for line in _traceback(error))[-_LONGEST_TEXT:]
+        return Raised(cause=f"{type(error).__name__}: {cause_of(error)}", text=text)
+
     def _failed(self, error: BaseException, text: str, thread: str | None) -> Failed:
         """Return the report of an uncaught exception."""
         is_interrupted = isinstance(error, KeyboardInterrupt)
@@ -123,6 +130,21 @@ class UncaughtErrors:
             step=self._reporter.recorder.step,
             busy=self._reporter.reason,
         )
+
+
+def _traceback(error: BaseException) -> list[str]:
+    return "".join(traceback.format_exception(error)).splitlines()
+
+
+def ended_a_step(error: BaseException) -> bool:
+    """Return True if an exception was raised by a graph that contains collectives, so that other ranks may be in it."""
+    trace = error.__traceback__
+    while trace is not None:
+        graph = getattr(trace.tb_frame.f_locals.get("self"), "graph", None)
+        if graph is not None and getattr(graph, "get_collection", lambda name: [])(COLLECTIVES):
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -1,8 +1,8 @@
 """Detects deadlocked ranks, and ranks that run different graphs. Pure.
 
-By default, sentinels report an eager collective once a rank has waited in it for some seconds. This is sufficient to
-find ranks that wait for each other in different eager collectives. With ``HVDKIT_CHECK=1``, sentinels report every
-collective, including those of graphs.
+By default, sentinels report the eager collective, or those of a graph, in which a rank has waited for some seconds.
+This is sufficient to find ranks that wait for each other in different collectives. With ``HVDKIT_CHECK=1``, sentinels
+report every collective.
 
 Ranks match the collectives of graphs by name, and eager collectives by order. If ranks build or run different graphs,
 e.g. with another dtype or a branch that only one of them takes, every rank ends up waiting for a collective that
@@ -13,13 +13,15 @@ swapped or one is inserted. Both cases are found within seconds, with the source
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from hvdkit.watchdog.flight_recorder import CollectiveRecord
 
 SETTLED = 2.0
 """Seconds without a change after which no message of a rank about its collectives can still be in transit."""
+
+_SETTLED_IN_GRAPH = 6.0  # a rank looks at the collectives of its graphs every two seconds, and reports as often
 
 
 class Difference(NamedTuple):
@@ -35,10 +37,11 @@ class Waits:
     Args:
         heard: returns when a rank's last message arrived. Messages of one rank arrive in order, so a rank that has
             not reported the end of a collective was still waiting in it at that time.
+        is_complete: whether ranks report all collectives (``HVDKIT_CHECK=1``).
     """
 
-    def __init__(self, heard: Callable[[int], float]) -> None:
-        self._heard = heard
+    def __init__(self, heard: Callable[[int], float], *, is_complete: bool = True) -> None:
+        self._heard, self.is_complete = heard, is_complete
         self._pending: dict[int, dict[str, CollectiveRecord]] = defaultdict(dict)
         self._latest: dict[int, dict[str, CollectiveRecord]] = defaultdict(dict)  # by key, whether still pending or not
         self._lines: dict[str, set[str]] = defaultdict(set)  # source lines of each key, on any rank
@@ -70,13 +73,16 @@ class Waits:
         if not self._pending[rank]:
             del self._pending[rank]
 
-    def replace(self, rank: int, record: CollectiveRecord | None, now: float) -> None:
-        """Replace a rank's records by the single eager collective in which it has waited for a while, or None."""
-        if list(self._pending.get(rank, ())) == ([] if record is None else [record.key]):
+    def replace(self, rank: int, records: Sequence[CollectiveRecord], now: float) -> None:
+        """Replace a rank's records by the collectives in which it has waited for a while."""
+        before = self._pending.get(rank, {})
+        if [(one.key, one.start) for one in before.values()] == [(one.key, one.start) for one in records]:
             return
         self._pending.pop(rank, None)
-        if record is not None:
-            self.begin(rank, record, now)
+        if all(record.participants != () for record in records):
+            for record in records:
+                self._pending[rank][record.key] = record
+                self._changed_at[rank] = now
 
     def difference(self, ranks: Set[int], now: float) -> Difference | None:
         """Return why ``ranks`` cannot continue, once all messages about it must have arrived, or None.
@@ -86,8 +92,13 @@ class Waits:
         if self._swapped is not None or now - self._compared_at < SETTLED or not self._pending:
             return self._swapped
         self._compared_at = now
-        settled = {rank for rank in self._pending.keys() & ranks if now - self._changed_at[rank] >= SETTLED}
+        unchanged = {rank: now - self._changed_at[rank] for rank in self._pending.keys() & ranks}
+        settled = {rank for rank, seconds in unchanged.items() if seconds >= self._settle_seconds(rank)}
         return self.mismatch(settled) or self._deadlock(ranks, settled)
+
+    def _settle_seconds(self, rank: int) -> float:
+        is_sampled = not self.is_complete and any(not one.is_eager for one in self._pending[rank].values())
+        return _SETTLED_IN_GRAPH if is_sampled else SETTLED
 
     def _seek_swapped(self, rank: int, key: str, line: str) -> Difference | None:
         """Return the difference if a line has different keys on two ranks, and one of the keys has another line there.

@@ -6,13 +6,17 @@ import errno
 import os
 import select
 import selectors
+import signal
+import subprocess
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from helpers.instructions import instructions
 
+from hvdkit.machine import processes
 from hvdkit.watchdog import coordinator as module
 from hvdkit.watchdog import job_end
 from hvdkit.watchdog.coordinator import Coordinator
@@ -27,6 +31,7 @@ from hvdkit.watchdog.events import (
     Joined,
     Leaving,
     Message,
+    Raised,
     Release,
     Stacks,
     Status,
@@ -74,11 +79,11 @@ class Job:
                 self.say(rank, TRAINS)
         self._reported_at = self.now
 
-    def join(self, rank: int) -> Member:
+    def join(self, rank: int, place: str = "") -> Member:
         connection = SimpleNamespace(is_cut_off=lambda seconds: False, is_open=True)
         connection.close = lambda: setattr(connection, "is_open", False)
         peer = SimpleNamespace(connection=connection)
-        joined = Joined(rank=rank, size=len(self.sent), host=f"host-{rank // 8}", place=f"place-{rank // 8}")
+        joined = Joined(rank=rank, size=len(self.sent), host=f"host-{rank // 8}", place=place or f"place-{rank // 8}")
         return self.coordinator.join(joined, lambda order: self.obey(rank, order), peer)
 
     def obey(self, rank: int, order: Message) -> None:
@@ -275,6 +280,84 @@ def test_ranks_have_their_time_to_unwind_though_another_one_has_left():
         job.say(rank, Unwound())
     job.run(0.5)
     assert job.lines == ["hvdkit: rank 2 on host-0 failed at step 3: ValueError: the disk is full"]
+
+
+# ---- ranks that wait for others -----------------------------------------------------------------------------------
+
+
+def in_graph(key: str, since: float) -> Status:
+    record = CollectiveRecord(9, key, f"allreduce of {key}", "train.py:7", "", 4, 1, since, None)
+    return Status(idle=20.0, in_graph=[record])
+
+
+CAUGHT = Raised(cause="FileNotFoundError: part-3.csv", text="[rank 1] its traceback")
+
+
+def test_a_rank_whose_program_caught_an_exception_is_blamed_while_others_wait_in_a_graph():
+    job = Job(3)
+    job.run(4)
+    job.say(1, CAUGHT)
+    job.status[1] = Status(has_raised=True)
+    job.status[0] = job.status[2] = in_graph("sum", job.now)
+    job.run(3)
+    assert_goes_on(job)  # the others may raise the same exception
+    job.run(10)
+    assert job.line == (
+        "hvdkit: rank 1 on host-0 failed: FileNotFoundError: part-3.csv (caught by the program; rank 0 waits in "
+        "allreduce of sum (train.py:7))"
+    )
+    assert job.lines[0] == "[rank 1] its traceback"
+    assert [job.heard(rank, End) for rank in range(3)] == [1, 1, 1]
+
+
+def test_exceptions_on_all_ranks_that_programs_catch_do_not_end_the_job():
+    """For example a batch_size that is refused: the program goes on with another one, later than the others."""
+    job = Job(3)
+    for rank in range(3):
+        job.say(rank, CAUGHT)
+        job.status[rank] = Status(has_raised=True)
+    job.status[0] = job.status[1] = replace(in_graph("next", job.now), has_raised=True)
+    job.run(25)
+    assert_goes_on(job)
+
+
+def test_an_exception_after_which_the_rank_goes_on_with_the_others_does_not_end_the_job():
+    job = Job(2)
+    job.say(1, CAUGHT)
+    job.status[1] = Status(has_raised=False)  # it has completed a collective since then
+    job.status[0] = in_graph("sum", job.now)
+    job.run(25)
+    assert_goes_on(job)
+
+
+def test_ranks_in_different_graphs_end_the_job():
+    """Rank 1 has left the loop and trains its next model."""
+    job = Job(2)
+    job.status = [in_graph("loop", job.now), in_graph("next", job.now)]
+    job.run(15)
+    assert "failed: CollectiveMismatchError: waits in allreduce of next (train.py:7), but rank 0 in" in job.line
+
+
+def test_a_long_wait_is_reported_again_and_again_and_does_not_end_the_job():
+    job = Job(2)
+    job.status = [in_graph("sum", job.now), Status(last="allgather (train.py:3)")]
+    job.run(29)
+    assert_goes_on(job)
+    job.run(5)
+    assert job.lines == [
+        "hvdkit: rank 0 on host-0 has waited for rank 1 for 30 s in allreduce of sum (train.py:7)",
+        "hvdkit: rank 1 on host-0 is in no collective (working); its last one was allgather (train.py:3)",
+    ]
+    job.run(20)
+    assert len(job.lines) == 2
+    job.run(15)
+    assert len(job.lines) == 4 and "for 60 s" in job.lines[2]
+    job.status[0] = Status()
+    job.run(5)
+    job.status[0] = in_graph("another", job.now)
+    job.run(34)
+    assert len(job.lines) == 6 and "for 30 s in allreduce of another" in job.lines[4]
+    assert job.coordinator.verdict is None
 
 
 # ---- the end of scripts -------------------------------------------------------------------------------------------
@@ -510,6 +593,43 @@ def test_a_lost_sentinel_of_hvdkit_run_does_not_come_back():
     assert job.coordinator.verdict.rank == 1 and job.coordinator.verdict.code == 1
 
 
+def test_a_rank_of_this_host_whose_sentinel_gets_no_core_is_healthy():
+    """The kernel reports that a process here has ended, so silence proves nothing."""
+    job = Job(3)
+    job.join(1, processes.place())
+    job.say(1, Training(pid=os.getpid()))
+    job.silent.add(1)
+    job.run(600)
+    assert_goes_on(job)
+    job.silent.clear()
+    job.run(5)
+    assert_goes_on(job)
+
+
+def test_a_rank_of_this_host_that_is_stopped_with_its_sentinel_is_blamed():
+    job = Job(3)
+    with subprocess.Popen(["sleep", "600"]) as stopped:
+        os.kill(stopped.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, stopped.pid, os.WSTOPPED)
+        job.join(1, processes.place())
+        job.say(1, Training(pid=stopped.pid))
+        job.silent.add(1)
+        job.run(20)
+        stopped.kill()
+    assert "rank 1 on host-0 has not answered for 15 s" in job.line.replace("failed: ", "")
+
+
+def test_a_killed_sentinel_of_a_rank_of_this_host_has_a_minute_to_be_replaced():
+    job = Job(2)
+    job.join(1, processes.place())
+    job.say(1, Training(pid=os.getpid()))
+    job.lose(1)
+    job.run(50)
+    assert_goes_on(job)
+    job.run(30)
+    assert job.coordinator.verdict.rank == 1
+
+
 def test_sentinels_report_well_within_the_limit():
     spans = [WatchdogSettings(heartbeat=10.0).interval(size) for size in (2, 64, 128, 256, 512, 1024, 4096, 100_000)]
     assert spans == [2.0, 2.0, 2.5, 3.0, 3.5, 4.0, 4.0, 4.0]
@@ -610,6 +730,8 @@ def test_a_collective_that_a_late_rank_will_enter_is_waited_in():
     job = Job(3)
     job.status[0], job.status[1] = Status(waits=waits("a", (0, 1, 2))), Status(waits=waits("b", (1, 2)))
     job.run(60)
+    assert "rank 0 on host-0 has waited for rank 1, 2 for 30 s in a" in job.lines[0]
+    job.lines.clear()
     assert_goes_on(job)
     for rank in range(3):
         job.status[rank] = Status()

@@ -32,7 +32,7 @@ class Ranks:
 
     def wait_in(self, rank: int, name: str, ranks: list[int] | None = None):
         """Report that ``rank`` has waited in an eager collective for a while."""
-        self.waits.replace(rank, record(f"eager {name}", name, "x.py:1", ranks), self.now)
+        self.waits.replace(rank, [record(f"eager {name}", name, "x.py:1", ranks)], self.now)
 
     def end(self, rank: int, key: str) -> None:
         self.waits.end(rank, key, self.now)
@@ -109,7 +109,7 @@ def test_a_rank_that_has_gone_on_is_not_stuck():
     for rank, name in enumerate("ab"):
         ranks.wait_in(rank, name)
     ranks.pass_time(SETTLED - 0.5)
-    ranks.waits.replace(1, None, ranks.now)
+    ranks.waits.replace(1, [], ranks.now)
     ranks.pass_time(10)
     assert ranks.difference() is None and not ranks.waits._pending.get(1)
     ranks.wait_in(1, "a")
