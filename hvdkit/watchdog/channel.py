@@ -3,11 +3,13 @@
 A frame is one byte of kind, four bytes of length, and that many bytes: a message of ``events``, or output of the rank's
 program. A connection begins with a handshake that proves knowledge of the job's token without sending it::
 
-    sentinel     Hello      a random number A
+    sentinel     Hello      a random number A, HMAC-SHA256(token, "hello" A)
     coordinator  Challenge  a random number B, HMAC-SHA256(token, "coordinator" A B)
     sentinel     Proof      HMAC-SHA256(token, "sentinel" A B)
     sentinel     Joined     who it is
     coordinator  Welcome, or Refused
+
+The proof in ``Hello`` can be replayed. It only keeps the coordinator from closing the connection in favour of others.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import contextlib
 import errno
 import hmac
 import os
+import random
 import selectors
 import socket
 import struct
@@ -33,8 +36,15 @@ _LONGEST, _LONGEST_BEFORE_PROOF = 1 << 24, 4096
 # Bytes of unsent output above which reading the program's output pauses.
 CROWDED = 1 << 20
 _CONNECT_SECONDS, _WELCOME_SECONDS = 2.0, 15.0
-# Seconds for a new connection to authenticate before it is closed; and how many unauthenticated connections are allowed
-# beyond the number of sentinels still expected. Above that, the oldest one is closed.
+# Seconds for all attempts of a sentinel, if the coordinator's host accepts connections: a coordinator that gets no core
+# on a busy host answers late.
+_ALL_SECONDS = 60.0
+# Seconds until a sentinel connects again after a reset or without an answer: the first time, and at most.
+_FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.05, 2.0
+# Errors after which connecting again may help: the coordinator is busy, or other programs use up its connections.
+_RETRIED = {errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED, errno.EADDRNOTAVAIL, errno.ETIMEDOUT}
+# Seconds for a new connection to authenticate before it is closed; and how many connections without a valid ``Hello``
+# are allowed beyond the number of sentinels still expected. Above that, the oldest one is closed.
 _PROOF_SECONDS, _MAX_UNAUTHENTICATED = 10.0, 64
 _BACKLOG = 1 << 16  # the kernel lowers it to net.core.somaxconn
 _PORT_ATTEMPTS = 20
@@ -44,10 +54,15 @@ class Closed(OSError):
     """The peer has closed the connection, or has sent data that is not a frame of this protocol (no ``errno``)."""
 
 
+class _Ended(Closed):
+    """The peer has closed the connection."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Hello(Message):
     nonce: str
     version: int
+    proof: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,23 +245,57 @@ def _equal(one: str, other: str) -> bool:
 
 
 def connect(
-    offer: Offer, joined: Joined, selector: selectors.BaseSelector, data: object, seconds: float = _WELCOME_SECONDS
+    offer: Offer, joined: Joined, selector: selectors.BaseSelector, data: object, seconds: float = _ALL_SECONDS
 ) -> tuple[Connection, Welcome]:
     """Connect to the coordinator by the first address that works; return the connection and the coordinator's answer.
 
-    The answer must arrive within ``seconds``. For ``selector`` and ``data``, see :class:`Connection`.
+    The answer must arrive within ``seconds``. Until then, connect again after a reset or without an answer. For
+    ``selector`` and ``data``, see :class:`Connection`.
 
     Raises:
         ConnectionRefusedError: the coordinator rejects this rank.
         OSError: the coordinator of this job cannot be reached at any of its addresses.
     """
+    began, pause = time.monotonic(), _FIRST_RETRY_SECONDS
+    once = min(seconds, _WELCOME_SECONDS)
+    while True:
+        try:
+            return _connect_once(offer, joined, selector, data, once)
+        except _Unreachable as error:
+            limit = seconds if error.is_accepted else once
+            if not error.may_pass or time.monotonic() - began + pause >= limit:
+                where = f"{', '.join(offer.addresses)} port {offer.port}"
+                raise OSError(f"the job's coordinator cannot be reached at {where} ({error})") from error
+        time.sleep(pause * (0.5 + random.random()))  # not all ranks at the same time
+        pause = min(2 * pause, _LAST_RETRY_SECONDS)
+
+
+class _Unreachable(OSError):
+    """The coordinator cannot be reached.
+
+    Attributes:
+        may_pass: connecting again may help.
+        is_accepted: a host has accepted a connection.
+    """
+
+    def __init__(self, problem: Exception | None, *, may_pass: bool, is_accepted: bool) -> None:
+        super().__init__(str(problem))
+        self.may_pass, self.is_accepted = may_pass, is_accepted
+
+
+def _connect_once(
+    offer: Offer, joined: Joined, selector: selectors.BaseSelector, data: object, seconds: float
+) -> tuple[Connection, Welcome]:
     problem: Exception | None = None
+    may_pass = is_accepted = False
     for address in offer.addresses:
         try:
             connected = socket.create_connection((address, offer.port), min(seconds, _CONNECT_SECONDS))
         except OSError as error:
             problem = error
+            may_pass |= error.errno in _RETRIED or isinstance(error, TimeoutError)
             continue
+        is_accepted = True
         connected.settimeout(seconds)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # the handshake sends two messages in a row
         try:
@@ -256,16 +305,16 @@ def connect(
             raise
         except OSError as error:  # the address, e.g. of a bridge, may lead to another machine
             problem = error
+            may_pass |= error.errno in _RETRIED or isinstance(error, (_Ended, TimeoutError))
             connected.close()
-    where = f"{', '.join(offer.addresses)} port {offer.port}"
-    raise OSError(f"the job's coordinator cannot be reached at {where} ({problem})")
+    raise _Unreachable(problem, may_pass=may_pass, is_accepted=is_accepted)
 
 
 def _authenticate(
     connected: socket.socket, token: str, joined: Joined, selector: selectors.BaseSelector, data: object
 ) -> tuple[Connection, Welcome]:
     nonce = os.urandom(16).hex()
-    send_now(connected, _Hello(nonce=nonce, version=VERSION))
+    send_now(connected, _Hello(nonce=nonce, version=VERSION, proof=_proof(token, "hello", nonce)))
     challenge = receive_now(connected, _LONGEST_BEFORE_PROOF)
     expected = _proof(token, "coordinator", nonce, getattr(challenge, "nonce", ""))
     if not isinstance(challenge, _Challenge) or not _equal(challenge.proof, expected):
@@ -296,7 +345,7 @@ def receive_now(connected: socket.socket, longest: int = _LONGEST) -> Message:
     while isinstance(message := _pop_frame(received, longest), int):  # an int is the number of missing bytes
         data = connected.recv(message)
         if not data:
-            raise Closed("the other end has closed the connection")
+            raise _Ended("the other end has closed the connection")
         received += data
     if isinstance(message, Output):
         raise Closed("the other end does not use hvdkit's protocol")
@@ -351,7 +400,10 @@ class Server:
     ) -> None:
         self._selector, self._listeners, self._token = selector, list(listeners), token
         self._expected = expected
-        self._unauthenticated: dict[Peer, None] = {}  # or authenticated but not joined, in order of arrival
+        # Connections of sentinels that have not joined, and others, in order of arrival. Only the latter are closed in
+        # favour of new ones: many programs without the token cannot keep a sentinel out.
+        self._joining: dict[Peer, None] = {}
+        self._unauthenticated: dict[Peer, None] = {}
         for one in listeners:
             one.setblocking(False)
             selector.register(one, selectors.EVENT_READ, one)
@@ -368,26 +420,32 @@ class Server:
                 time.sleep(0.01)
                 return
             if len(self._unauthenticated) >= max(0, self._expected) + _MAX_UNAUTHENTICATED:
-                self.drop(next(iter(self._unauthenticated)))  # a sentinel authenticates quickly
+                self.drop(next(iter(self._unauthenticated)))
             peer = Peer(time.monotonic())
             peer.connection = Connection(connected, self._selector, peer)
             peer.connection.longest = _LONGEST_BEFORE_PROOF
             self._unauthenticated[peer] = None
+            next(self.receive(peer), None)  # read a sentinel's first message before others are accepted
 
     def close_unauthenticated(self, now: float) -> None:
         """Close the connections that have not authenticated in time."""
-        while self._unauthenticated and now - (oldest := next(iter(self._unauthenticated))).since > _PROOF_SECONDS:
-            self.drop(oldest)
+        for waiting in (self._unauthenticated, self._joining):
+            while waiting and now - (oldest := next(iter(waiting))).since > _PROOF_SECONDS:
+                self.drop(oldest)
 
     def extend_deadlines(self, seconds: float) -> None:
         """Extend the deadline of unauthenticated connections, because this process itself was stopped."""
-        for one in self._unauthenticated:
+        for one in (*self._unauthenticated, *self._joining):
             one.since += seconds
 
     def drop(self, peer: Peer) -> None:
         """Close an unauthenticated or rejected connection."""
-        self._unauthenticated.pop(peer, None)
+        self._forget(peer)
         peer.connection.close()
+
+    def _forget(self, peer: Peer) -> None:
+        self._unauthenticated.pop(peer, None)
+        self._joining.pop(peer, None)
 
     def receive(self, peer: Peer) -> Iterator[Message | Output]:
         """Yield a sentinel's messages: first ``Joined``, to be answered by :meth:`welcome` or with ``Refused``.
@@ -416,6 +474,9 @@ class Server:
 
     def _challenge(self, peer: Peer, message: Message | Output) -> None:
         if isinstance(message, _Hello) and not peer.expected:
+            if _equal(message.proof, _proof(self._token, "hello", message.nonce)):
+                self._forget(peer)
+                self._joining[peer] = None
             nonce = os.urandom(16).hex()
             peer.version, peer.expected = message.version, _proof(self._token, "sentinel", message.nonce, nonce)
             proof = _proof(self._token, "coordinator", message.nonce, nonce)
@@ -427,7 +488,7 @@ class Server:
 
     def welcome(self, peer: Peer, rank: int, answer: Welcome) -> None:
         """Admit the sentinel of ``rank``."""
-        del self._unauthenticated[peer]
+        self._forget(peer)
         peer.rank = rank
         self._expected -= 1
         keep_alive(peer.connection.socket, answer.heartbeat)
@@ -435,7 +496,7 @@ class Server:
 
     def close(self) -> None:
         """Stop listening, and close unauthenticated connections."""
-        for peer in list(self._unauthenticated):
+        for peer in [*self._unauthenticated, *self._joining]:
             self.drop(peer)
         for one in self._listeners:
             self._selector.unregister(one)

@@ -171,7 +171,7 @@ def test_a_sentinel_that_does_not_know_the_token_is_not_let_in():
 def begin(job: Job, nonce: str = "mine", version: int = VERSION) -> tuple[socket.socket, channel._Challenge]:
     """Connect, and return the coordinator's challenge."""
     made = job.stranger()
-    send_now(made, channel._Hello(nonce=nonce, version=version))
+    send_now(made, channel._Hello(nonce=nonce, version=version))  # without a proof, e.g. of an earlier version
     challenge = receive_now(made)
     assert isinstance(challenge, channel._Challenge)
     return made, challenge
@@ -347,6 +347,73 @@ def test_a_flood_of_silent_strangers_does_not_keep_a_sentinel_out():
         close(sentinel)
 
 
+ATTACK = """
+import socket, sys
+port, hello = int(sys.argv[1]), bytes.fromhex(sys.argv[2])
+open_ones = []
+print("attacks", flush=True)
+while True:
+    try:
+        made = socket.create_connection(("127.0.0.1", port), 1.0)
+        made.sendall(hello)
+        open_ones.append(made)
+    except OSError:
+        pass
+    if len(open_ones) > 200:
+        open_ones.pop(0).close()
+"""
+
+
+@pytest.mark.parametrize("hello", [b"", channel._frame(channel._Hello(nonce="mine", version=VERSION, proof="guessed"))])
+def test_programs_without_the_token_that_keep_connecting_do_not_keep_sentinels_out(hello):
+    """For example processes of another user of this host, before and while the job starts."""
+    with Job(8) as job, contextlib.ExitStack() as stack:
+        for _ in range(2):
+            command = [sys.executable, "-IS", "-c", ATTACK, str(job.port), hello.hex()]
+            attack = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
+            stack.callback(attack.kill)
+            assert attack.stdout.readline() == b"attacks\n"
+        for rank in range(8):
+            sentinel = job.sentinel(rank, 8)
+            sentinel.send(Status(step=rank))
+            wait_until(lambda rank=rank: job.coordinator.members[rank].status.step == rank)
+            stack.callback(close, sentinel)
+        assert job.coordinator.verdict is None
+
+
+def test_a_sentinel_in_its_handshake_is_never_closed_in_favour_of_others():
+    with Job(1) as job:
+        made = job.stranger()
+        token = job.offer.token
+        send_now(made, channel._Hello(nonce="mine", version=VERSION, proof=channel._proof(token, "hello", "mine")))
+        challenge = receive_now(made)
+        strangers = [job.stranger() for _ in range(300)]
+        wait_until(lambda: len(job.coordinator.server._unauthenticated) > channel._MAX_UNAUTHENTICATED)
+        wait_until(lambda: is_closed(strangers[0]))
+        send_now(made, channel._Proof(proof=channel._proof(token, "sentinel", "mine", challenge.nonce)))
+        send_now(made, joined(0, 1))
+        assert type(receive_now(made)).__name__ == "Welcome"
+        for one in (made, *strangers):
+            one.close()
+
+
+def test_a_sentinel_whose_connection_is_reset_connects_again():
+    with Job(1) as job:
+        admit, admitted = job.coordinator.server.admit, []
+
+        def admit_later(listener):
+            before = set(job.coordinator.server._unauthenticated)
+            admit(listener)
+            for peer in {*job.coordinator.server._unauthenticated, *job.coordinator.server._joining} - before:
+                admitted.append(peer)
+                if len(admitted) < 4:
+                    job.coordinator.server.drop(peer)
+
+        job.coordinator.server.admit = admit_later
+        close(job.sentinel())
+        assert len(admitted) == 4
+
+
 def test_strangers_that_stay_silent_are_closed_after_a_while_but_not_for_our_own_stop():
     selector = selectors.DefaultSelector()
     (listener,) = listen([LOCAL])
@@ -518,9 +585,10 @@ def test_hundreds_of_sentinels_connect_and_report():
             assert receive_now(end.socket) == GiveFlight(most=50_000 // size)
             orders.append(receive_now(end.socket))
             send_now(end.socket, Unwound())
-        assert orders == [End(code=1, unwind=3.0)] * size
+        line = "rank 7 on host-0 failed at step 3: ValueError: the disk is full"
+        assert orders == [End(code=1, unwind=3.0, line=line)] * size
         wait_until(lambda: len(job.lines) == 2)
-        assert job.lines[-1] == "hvdkit: rank 7 on host-0 failed at step 3: ValueError: the disk is full"
+        assert job.lines[-1] == f"hvdkit: {line}"
         for end in ends:
             send_now(end.socket, Exited(code=1))
         wait_until(lambda: job.coordinator.over)
