@@ -12,7 +12,7 @@ from tensorflow.python.ops import control_flow_v2_func_graphs as func_graphs
 
 from hvdkit.collectives.graph_recorder import depending_on
 from hvdkit.errors import HvdkitError, describe, see
-from hvdkit.watchdog.uncaught import COLLECTIVES
+from hvdkit.watchdog.flight_recorder import recorder
 
 _BRANCHES_AND_LOOPS = (
     func_graphs.CondBranchFuncGraph,
@@ -36,8 +36,12 @@ def op_name(name: str, ranks: Sequence[int] | None) -> str:
     graph = tf.compat.v1.get_default_graph()
     while isinstance(graph, _BRANCHES_AND_LOOPS):
         graph = graph.outer_graph
-    traced = graph.get_collection_ref(COLLECTIVES)
+    traced = graph.get_collection_ref("hvdkit_collectives")
     traced.append(name)
+    outermost = graph
+    while _is_inside(outermost):
+        outermost = outermost.outer_graph
+    recorder().graphs.add(outermost.name)
     # The function's name comes second: a node's name must not start with "_step" or "<lambda>".
     full = f"{name}.{re.sub('[^A-Za-z0-9_.]', '_', graph.name)}.{traced.count(name)}"
     if not ranks or len(ranks) < 2:

@@ -25,6 +25,7 @@ from hvdkit.collectives.batch_share import is_share, within_share
 from hvdkit.collectives.conversion import untracked_variable
 from hvdkit.collectives.digests import digest, digest_of_batch, tf_variable
 from hvdkit.collectives.weak_registry import Attached
+from hvdkit.errors import ClusterError
 from hvdkit.optimizer.caller import locals_of
 from hvdkit.sharding.shards import differs_by_rank
 from hvdkit.sharding.variables import broadcast_variables
@@ -347,8 +348,10 @@ class _ReportingStep:
         except (StopIteration, tf.errors.OutOfRangeError):  # the end of the data
             raise
         except Exception as error:
-            reporter().note_raised(error)
-            raise
+            explained = reporter().explained(error)
+            if explained is error:
+                raise
+            raise explained from (error if isinstance(explained, ClusterError) else error.__cause__)
 
 
 def _followed_by(function: Callable[..., Any], then: Callable[[], None]) -> Callable[..., Any]:

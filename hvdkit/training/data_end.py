@@ -6,6 +6,7 @@ step and 0 at the end. The exchange is a few bytes per step. Known lengths are c
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import tensorflow as tf
@@ -47,10 +48,15 @@ def report_end_of_data() -> None:
     if cluster.size() == 1:
         return
     # Use a graph, as the step does: Horovod does not match graph ops with eager ops.
-    sum_in_graph = tf.function(_sum, autograph=False)
-    if float(sum_in_graph(tf.zeros([]))) > 0:
+    if float(_sum_in_graph()(tf.zeros([]))) > 0:
         got = f"data that ended on rank {cluster.rank()} before those of other ranks"
         raise CollectiveMismatchError(describe("x", got, "the same number of batches on every rank", _REMEDY))
+
+
+@cache
+def _sum_in_graph() -> Any:
+    """Return :func:`_sum` as a graph, created once: TensorFlow warns of functions that are created again and again."""
+    return tf.function(_sum, autograph=False)
 
 
 def _sum(value: tf.Tensor) -> tf.Tensor:

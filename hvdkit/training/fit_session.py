@@ -13,7 +13,7 @@ from hvdkit import cluster
 from hvdkit.cluster.logs import get_logger, warn_once
 from hvdkit.collectives import broadcast_object
 from hvdkit.collectives.weak_registry import Attached
-from hvdkit.errors import describe
+from hvdkit.errors import ClusterError, describe
 from hvdkit.layers import average_moving_statistics, synchronize_batch_normalization
 from hvdkit.sharding.shards import holding_of, is_seed_state
 from hvdkit.sharding.variables import broadcast_variables
@@ -121,8 +121,10 @@ class FitSession:
             try:
                 yield
             except Exception as error:
-                reporter().note_raised(error)
-                raise
+                explained = reporter().explained(error)
+                if explained is error:
+                    raise
+                raise explained from (error if isinstance(explained, ClusterError) else error.__cause__)
             finally:
                 self._is_running = False
                 self._functions = {name: vars(model).get(name) for name in _FUNCTIONS}

@@ -57,10 +57,12 @@ class Ending:
 
     Attributes:
         code: the verdict's exit code, or None if no other rank has failed.
+        line: which rank failed, and why; "" if unknown.
     """
 
     def __init__(self) -> None:
         self.code: int | None = None
+        self.line = ""
         self._release: Callable[[], None] | None = None
         self._pid = 0
         self._before: Any = None
@@ -152,6 +154,8 @@ def is_victim(error: BaseException) -> bool:
     """Return True if ``error`` is a consequence of another rank's failure, e.g. of the release from a collective."""
     names = {kind.__name__ for kind in type(error).__mro__}
     if "HorovodInternalError" in names:
+        return True
+    if "ClusterError" in names and error.__cause__ is not None and is_victim(error.__cause__):
         return True
     text = str(error)
     if "OpError" in names and not any(engine in text for engine in _ENGINES):  # e.g. tf.data reading over a network

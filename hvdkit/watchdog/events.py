@@ -340,12 +340,14 @@ class End(Message):
     Attributes:
         code: exit code of the job.
         unwind: seconds to exit normally; 0: end it immediately.
+        line: which rank failed, and why.
         finalize: finalize MPI after :class:`Unwound`. A rank whose script has ended waits for that, and its exit code
             is known only afterwards.
     """
 
     code: int
     unwind: float = 0.0
+    line: str = ""
     finalize: bool = False
 
 

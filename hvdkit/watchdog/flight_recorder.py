@@ -123,6 +123,7 @@ class FlightRecorder:
         file: descriptor of the memory, for the sentinel.
         step: steps trained, or None.
         last: name of the last eager collective, or "".
+        graphs: names of the functions of TensorFlow that have collectives.
         sampler: records the collectives that this rank's graphs have noted since its last call.
     """
 
@@ -135,6 +136,7 @@ class FlightRecorder:
         self._writing = threading.RLock()
         self.step: int | None = None
         self.last = ""
+        self.graphs: set[str] = set()
         self.sampler: Callable[[], None] = lambda: None
         view = memoryview(self._memory)
         self._counts, self._signed, self._times = view.cast("Q"), view.cast("q"), view.cast("d")

@@ -78,7 +78,8 @@ class JobEnd:
         culprit = self._culprit(verdict)
         if unwind:
             finalize = culprit is not None and culprit.script_ended_at is not None
-            broadcast(self._members, End(code=verdict.code, unwind=unwind, finalize=finalize))
+            order = End(code=verdict.code, unwind=unwind, line=verdict.line, finalize=finalize)
+            broadcast(self._members, order)
             yield from self._await_unwinding(verdict, until)
         else:
             while time.monotonic() < until and any(member.flight is None for member in senders):

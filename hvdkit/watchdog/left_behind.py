@@ -83,7 +83,7 @@ class LeftBehind:
         self._next_report = 2 * longest
         ranks = sorted(self._running)
         for rank in ranks[:_MOST_LINES]:
-            yield f"hvdkit: rank {rank} on {self._running[rank].joined.host} {self._describe(rank, now)}"
+            yield f"[rank {rank}] {self._describe(rank, now)} (on {self._running[rank].joined.host})"
         if len(ranks) > _MOST_LINES:
             yield f"hvdkit: {len(self._waiting)} of {len(ranks)} ranks wait; {len(ranks) - _MOST_LINES} are left out"
 

@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from hvdkit.errors import ClusterError
 from hvdkit.machine import processes
 from hvdkit.machine.interfaces import chosen_addresses, reachable_addresses
 from hvdkit.machine.launcher import LaunchedRank
@@ -43,7 +44,7 @@ from hvdkit.watchdog.events import (
 )
 from hvdkit.watchdog.flight_recorder import FlightRecorder, memory_file, recorder
 from hvdkit.watchdog.settings import SOCKET_VARIABLE, WatchdogSettings
-from hvdkit.watchdog.uncaught import UncaughtErrors, ended_a_step
+from hvdkit.watchdog.uncaught import UncaughtErrors, ended_a_step, with_cause_first
 
 _LOGGER = logging.getLogger("hvdkit")
 # Seconds to wait for the coordinator's answer before this rank reports its failure itself.
@@ -275,8 +276,19 @@ class Reporter:
         error: Any = sys._current_exceptions().get(self._thread_ident)
         if isinstance(error, tuple):  # before Python 3.12
             error = error[1]
-        if error is not None and ended_a_step(error):
+        if error is not None and ended_a_step(error, self.recorder.graphs):
             self.note_raised(error)
+
+    def explained(self, error: Exception) -> Exception:
+        """Return an error to raise instead of ``error``, with a message that begins with what went wrong, and where.
+
+        If another rank has caused ``error``, that is a :class:`ClusterError` with the verdict.
+        """
+        if is_victim(error):
+            self._answered.wait(_ANSWER_SECONDS)
+            return ClusterError(ending().line).with_traceback(None) if ending().line else error
+        self.note_raised(error)
+        return with_cause_first(error, self._rank)
 
     def note_raised(self, error: BaseException) -> None:
         """Report an exception that has ended a step in which other ranks may still be, unless they have caused it."""
@@ -312,6 +324,7 @@ class Reporter:
             if not order.unwind:
                 end_process(order.code)
             self._must_finalize = order.finalize
+            ending().line = order.line
             ending().begin(order.code, order.unwind)
             self._answered.set()
 

@@ -7,11 +7,12 @@ the last line, and ends every rank. If an error was caused by another rank, the 
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from hvdkit.watchdog.reporter import Reporter
 
 _LONGEST_TEXT = 60_000
-COLLECTIVES = "hvdkit_collectives"
-"""The collection of a TensorFlow graph that lists its collectives."""
+# The op that runs a graph, as TensorFlow names it: in a frame of its own that it does not remove from tracebacks.
+_GRAPH = re.compile(r"__(?:inference|forward)_(.*)_\d+")
 
 
 class UncaughtErrors:
@@ -133,15 +134,31 @@ class UncaughtErrors:
 
 
 def _traceback(error: BaseException) -> list[str]:
-    return "".join(traceback.format_exception(error)).splitlines()
+    """Return the traceback. Its first line is the cause if TensorFlow puts that after all nodes of a graph."""
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    is_hidden = "Graph execution error" in str(error)
+    return [f"{type(error).__name__}: {cause_of(error)}", *lines] if is_hidden else lines
 
 
-def ended_a_step(error: BaseException) -> bool:
-    """Return True if an exception was raised by a graph that contains collectives, so that other ranks may be in it."""
+def with_cause_first(error: Exception, rank: int) -> Exception:
+    """Return an error of TensorFlow with its cause and the rank in the first line; other errors unchanged.
+
+    TensorFlow puts the cause of an error in a graph after a list of the graph's nodes.
+    """
+    text = str(error)
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if "OpError" not in names or not text.startswith("Graph execution error"):
+        return error
+    explained = type(error)(error.node_def, error.op, f"rank {rank}: {cause_of(error)}\n\n{text}")  # type: ignore
+    return explained.with_traceback(error.__traceback__)
+
+
+def ended_a_step(error: BaseException, graphs: Collection[str]) -> bool:
+    """Return True if one of ``graphs``, the functions of TensorFlow that have collectives, raised an exception."""
     trace = error.__traceback__
     while trace is not None:
-        graph = getattr(trace.tb_frame.f_locals.get("self"), "graph", None)
-        if graph is not None and getattr(graph, "get_collection", lambda name: [])(COLLECTIVES):
+        name = _GRAPH.fullmatch(str(trace.tb_frame.f_locals.get("op_name")))
+        if name is not None and name[1] in graphs:
             return True
         trace = trace.tb_next
     return False
@@ -163,6 +180,8 @@ _TRACEBACK = "Traceback (most recent call last):"
 def cause_of(error: BaseException) -> str:
     """Return the most informative line of an error's message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    if "Graph execution error:" in lines[1:2]:  # see with_cause_first
+        return lines[0].partition(": ")[2]
     if any("has been shut down" in line for line in lines):
         return "another rank left the job; its own error is printed above"
     if lines[0].startswith("Graph execution error") and _TRACEBACK in lines:

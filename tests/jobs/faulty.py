@@ -37,6 +37,11 @@ def fail() -> None:
         b"x" * 2**30
     if FAULT == "SIGSTOP":
         os.kill(os.getpid(), signal.SIGSTOP)
+    if FAULT == "caught":  # in a step; the program goes on as if nothing had happened
+        try:
+            bad_step(x)
+        except tf.errors.OpError:
+            time.sleep(1000)
     if FAULT == "hang":
         time.sleep(1000)
     if FAULT == "hk.busy":  # longer than other ranks may wait for a rank that works
@@ -59,6 +64,15 @@ if FAULT == "slow sys.exit(3)":  # after hvdkit's own handlers
 cluster = hk.init()
 step = tf.function(lambda x: hk.allreduce(x))
 x = tf.ones([1000])
+
+
+@tf.function
+def bad_step(x):
+    """Read a file that does not exist on this rank, then exchange."""
+    with tf.control_dependencies([tf.io.read_file("part-3.csv")]):
+        return hk.allreduce(tf.identity(x))
+
+
 hk.barrier()
 number = 0
 while number < STEPS or FAULT in ("wait", "hosts"):

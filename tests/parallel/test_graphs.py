@@ -190,5 +190,16 @@ def test_the_flight_recorder_reads_graphs_that_have_run_and_no_others(monkeypatc
     assert [one.end is not None and one.end >= one.start for one in added] == [True] * (size > 1)
 
 
+def test_fits_do_not_make_tensorflow_warn_of_retracing(monkeypatch):
+    """TensorFlow warns if a function is created again and again."""
+    from hvdkit.training.data_end import report_end_of_data
+
+    logged = []
+    monkeypatch.setattr(tf.get_logger(), "warning", lambda text, *_: logged.append(text))
+    for _ in range(8):
+        report_end_of_data()
+    assert not logged
+
+
 def _records():
     return FlightReader(recorder().file).records()

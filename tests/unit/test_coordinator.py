@@ -160,9 +160,9 @@ def test_one_failure_among_many_is_ordered_to_every_rank_once():
         job.say(rank, Unwound())
     job.run(5)
     assert [(job.heard(rank, End), job.heard(rank, Release)) for rank in range(200)] == [(1, 1)] * 200
-    line = "hvdkit: rank 7 on host-0 failed at step 3: ValueError: the disk is full"
-    assert job.lines == ["[rank 7] its traceback", line]
-    assert job.sent[0][-2:] == [End(code=1, unwind=3.0), Release(code=1)]
+    line = "rank 7 on host-0 failed at step 3: ValueError: the disk is full"
+    assert job.lines == ["[rank 7] its traceback", f"hvdkit: {line}"]
+    assert job.sent[0][-2:] == [End(code=1, unwind=3.0, line=line), Release(code=1)]
 
 
 def test_only_the_first_tracebacks_of_many_are_written():
@@ -345,8 +345,8 @@ def test_a_long_wait_is_reported_again_and_again_and_does_not_end_the_job():
     assert_goes_on(job)
     job.run(5)
     assert job.lines == [
-        "hvdkit: rank 0 on host-0 has waited for rank 1 for 30 s in allreduce of sum (train.py:7)",
-        "hvdkit: rank 1 on host-0 is in no collective (working); its last one was allgather (train.py:3)",
+        "[rank 0] has waited for rank 1 for 30 s in allreduce of sum (train.py:7) (on host-0)",
+        "[rank 1] is in no collective (working); its last one was allgather (train.py:3) (on host-0)",
     ]
     job.run(20)
     assert len(job.lines) == 2
@@ -730,7 +730,7 @@ def test_a_collective_that_a_late_rank_will_enter_is_waited_in():
     job = Job(3)
     job.status[0], job.status[1] = Status(waits=waits("a", (0, 1, 2))), Status(waits=waits("b", (1, 2)))
     job.run(60)
-    assert "rank 0 on host-0 has waited for rank 1, 2 for 30 s in a" in job.lines[0]
+    assert "[rank 0] has waited for rank 1, 2 for 30 s in a" in job.lines[0]
     job.lines.clear()
     assert_goes_on(job)
     for rank in range(3):
