@@ -29,9 +29,8 @@ def as_tensor(x: Any) -> tf.Tensor:
     if isinstance(x, tf.Tensor):
         return x
     if isinstance(x, (tf.IndexedSlices, tf.RaggedTensor, tf.SparseTensor)):
-        remedy = (
-            "use hk.average_gradients for gradients" if isinstance(x, tf.IndexedSlices) else "pass its parts instead"
-        )
+        is_rows = isinstance(x, tf.IndexedSlices)
+        remedy = "use hk.allreduce or hk.average_gradients" if is_rows else "pass its parts instead"
         raise TypeError(describe("x", type(x).__name__, "a dense tensor", remedy))
     value = getattr(x, "value", x)
     if isinstance(value, (tf.Variable, tf.Tensor)):

@@ -14,7 +14,7 @@ from hvdkit.collectives import dtypes, numpy_collectives, tensors
 from hvdkit.collectives.call_checks import check_root
 from hvdkit.collectives.calls import Collective, Tensors, run
 from hvdkit.collectives.conversion import graph_safe
-from hvdkit.collectives.gathers import allgather
+from hvdkit.collectives.gathers import allgather, grouped_allgather
 from hvdkit.collectives.ops import Average, ReduceOp, Sum, checked_op, op_label
 from hvdkit.collectives.process_sets import RankGroup, describe_group, resolve
 from hvdkit.errors import describe
@@ -44,7 +44,8 @@ def allreduce(
 
     Args:
         x: number, array or tensor; shape and dtype must be equal on every rank. All numeric dtypes except complex and
-            uint64; bfloat16 is sent as float32, small integers as int32.
+            uint64; bfloat16 is sent as float32, small integers as int32. Or ``tf.IndexedSlices`` on every rank, whose
+            rows and their number may differ, with ``hk.Average`` or ``hk.Sum``.
         op: ``hk.Average``, ``hk.Sum``, ``hk.Min``, ``hk.Max``, ``hk.Product``, or for floats ``hk.Adasum``, which
             requires MPI and a power of two as the number of ranks. The average of integers is rounded toward zero.
         prescale_factor: multiplies ``x`` before the reduction; the product is rounded toward zero for integers.
@@ -54,7 +55,7 @@ def allreduce(
         name: shown in messages and profiles; must be equal on every rank.
 
     Returns:
-        The result, of the same kind, shape and dtype as ``x``.
+        The result, of the same kind, shape and dtype as ``x``; of IndexedSlices, the distinct rows of all ranks.
 
     Raises:
         TypeError: ``op`` cannot reduce the dtype of ``x``.
@@ -100,7 +101,8 @@ def grouped_allreduce(
     """Reduce several values over all ranks, in a single exchange per dtype.
 
     Args:
-        xs: numbers, arrays or tensors. Their number, shapes and dtypes must be equal on every rank.
+        xs: numbers, arrays, tensors or IndexedSlices. Their number, kinds, shapes and dtypes must be equal on every
+            rank.
         op: as for ``hk.allreduce``.
         prescale_factor: as for ``hk.allreduce``.
         postscale_factor: as for ``hk.allreduce``.
@@ -124,6 +126,8 @@ def grouped_allreduce(
     members = resolve(process_set, group)
     size = cluster.size() if members is None else members.size
     factors = prescale_factor, postscale_factor
+    if any(isinstance(x, tf.IndexedSlices) for x in xs):
+        return _reduce_mixed(xs, op, *factors, members, name)
 
     def check(inputs: Tensors) -> None:
         reduction = checked_op(op, tuple(ReduceOp))
@@ -150,6 +154,31 @@ def grouped_allreduce(
         joinable=op in (ReduceOp.Sum, ReduceOp.Average) and members is None,
     )
     return run(collective, list(xs))
+
+
+def _reduce_mixed(
+    xs: Sequence[Any], op: ReduceOp, prescale: float, postscale: float, members: cluster.Group | None, name: str | None
+) -> list[Any]:
+    """Reduce dense values and IndexedSlices: the former in an allreduce, the rows of the latter in an allgather."""
+    reduction = checked_op(op, (ReduceOp.Average, ReduceOp.Sum))
+    _check_factors(prescale, postscale)
+    size = cluster.size() if members is None else members.size
+    sparse = [i for i, x in enumerate(xs) if isinstance(x, tf.IndexedSlices)]
+    dense = [i for i in range(len(xs)) if i not in sparse]
+    results: dict[int, Any] = {}
+    if dense:
+        options = {"prescale_factor": prescale, "postscale_factor": postscale, "process_set": members, "name": name}
+        results |= zip(dense, grouped_allreduce([xs[i] for i in dense], op, **options), strict=True)
+    values = [dtypes.scaled(tf.convert_to_tensor(xs[i].values), prescale) for i in sparse]
+    indices = [tf.convert_to_tensor(xs[i].indices) for i in sparse]
+    gathered = grouped_allgather([*values, *indices], process_set=members, name=name)
+    for number, i in enumerate(sparse):
+        rows, positions = tf.unique(gathered[len(sparse) + number])
+        total = tf.math.unsorted_segment_sum(gathered[number], positions, tf.size(rows))
+        if reduction == ReduceOp.Average:
+            total = dtypes.divided(total, size)
+        results[i] = tf.IndexedSlices(dtypes.scaled(total, postscale), rows, xs[i].dense_shape)
+    return [results[i] for i in range(len(xs))]
 
 
 def _kind(name: str, op: object, factors: tuple[float, float], members: cluster.Group | None) -> str:

@@ -169,7 +169,7 @@ def allreduce(
         As for ``hk.allreduce``; of IndexedSlices, the distinct rows of all ranks.
 
     Raises:
-        ValueError: both ``average`` and ``op`` are passed; or factors with IndexedSlices or compression.
+        ValueError: both ``average`` and ``op`` are passed; or factors with compression.
 
     Examples:
         >>> import numpy as np
@@ -181,11 +181,11 @@ def allreduce(
         True
     """
     op = _op(average, op)
-    if compression is None and not isinstance(tensor, tf.IndexedSlices):
+    if compression is None:
         factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
         return collectives.allreduce(tensor, op, name=name, process_set=process_set, **factors)
     if (prescale_factor, postscale_factor) != (1.0, 1.0):
-        got, expected = (prescale_factor, postscale_factor), "1.0 with IndexedSlices or compression"
+        got, expected = (prescale_factor, postscale_factor), "1.0 with compression"
         raise ValueError(describe("prescale_factor, postscale_factor", got, expected, "multiply the tensor"))
     return hk.average_gradients([tensor], op=op, compression=compression, process_set=process_set)[0]
 

@@ -259,3 +259,37 @@ def test_names_are_compared(rank, size):
     if size > 1:
         with pytest.raises(hk.CollectiveMismatchError, match="accuracy"):
             hk.allreduce(1, name="loss" if rank else "accuracy")
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("traced", [False, True])
+def test_rows_of_any_dtype_are_reduced_alone_and_with_dense_tensors(rank, size, traced):
+    """Horovod takes lists that are partly sparse, and integers. Rank r has row 0 and, twice, row r."""
+
+    def reduce(*parts, op):
+        xs = [tf.IndexedSlices(parts[0], parts[1], tf.constant([size + 1, 2])), parts[2]]
+        return hk.grouped_allreduce([*xs, xs[0]], op), hk.allreduce(xs[0], op, postscale_factor=2.0)
+
+    for dtype in ("int32", "int64", "uint8", "float16", "float32", "float64"):
+        rows = tf.constant([0, rank, rank], tf.int64)
+        values, dense = tf.constant([[5, 7], [1, 2], [1, 2]], dtype), tf.constant([rank], dtype)
+        total = np.zeros([size + 1, 2])
+        for r in range(size):
+            np.add.at(total, [0, r, r], [[5, 7], [1, 2], [1, 2]])
+        for op, divisor in ((hk.Sum, 1), (hk.Average, size)):
+            run = tf.function(reduce) if traced else reduce
+            (first, middle, last), doubled = run(values, rows, dense, op=op)
+            expected = total // divisor if values.dtype.is_integer else total / divisor
+            for each, factor in ((first, 1), (last, 1), (doubled, 2)):
+                assert each.values.dtype == dtype and len(set(each.indices.numpy())) == len(each.indices)
+                whole = np.zeros_like(expected)
+                whole[each.indices.numpy()] = each.values.numpy()
+                np.testing.assert_allclose(whole, expected * factor, rtol=1e-3)
+            whole = sum(range(size)) // divisor if values.dtype.is_integer else sum(range(size)) / divisor
+            np.testing.assert_allclose(middle, [whole], rtol=1e-3)
+
+
+def test_rows_are_reduced_by_sums_and_averages_only(rank):
+    rows = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([rank]), tf.constant([9, 2]))
+    with pytest.raises(ValueError, match="op: got Max"):
+        hk.allreduce(rows, hk.Max)
