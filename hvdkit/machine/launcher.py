@@ -98,6 +98,23 @@ def launcher_tags_lines(environ: Mapping[str, str] | None = None) -> bool:
     return launched_rank(env).launcher == "horovodrun --gloo" or env.get("OMPI_MCA_orte_tag_output") == "1"
 
 
+def shell_that_waits(launcher: int) -> tuple[int, int] | None:
+    """Return PID and start time of the shell that runs nothing but launcher ``launcher``; or None.
+
+    horovodrun becomes such a shell. If it is killed, nothing else ends the launcher. A launcher in the background
+    may outlive its shell.
+    """
+    process = processes.stat(launcher)
+    if process is None or not process.name.startswith(_MPIRUN_NAMES):
+        return None
+    words = processes.command_line(process.parent)
+    is_shell = len(words) == 3 and words[0].endswith("sh") and words[1] == "-c"
+    if not is_shell or not words[2].startswith(_MPIRUN_NAMES) or "&" in words[2]:
+        return None
+    shell = processes.stat(process.parent)
+    return None if shell is None else (process.parent, shell.started)
+
+
 def end_stuck_launcher(pid: int, *, ranks_run: bool) -> bool:
     """End launcher ``pid``, which may otherwise wait for hours for an unreachable host or a stopped rank.
 

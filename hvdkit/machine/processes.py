@@ -57,6 +57,11 @@ def is_over(pid: int, started: int) -> bool:
     return False
 
 
+def command_line(pid: int) -> list[str]:
+    """Return the arguments of a process; empty after its end."""
+    return _read(f"/proc/{pid}/cmdline").split("\0")[:-1]
+
+
 def boot_id() -> str | None:
     """Return the ID of this boot of the machine, which is equal in all its containers; None if not on Linux."""
     return _read("/proc/sys/kernel/random/boot_id").strip() or None

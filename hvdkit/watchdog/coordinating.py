@@ -8,12 +8,12 @@ import time
 from collections.abc import Sequence
 
 from hvdkit.machine import processes
-from hvdkit.machine.launcher import end_stuck_launcher
+from hvdkit.machine.launcher import end_stuck_launcher, shell_that_waits
 from hvdkit.machine.limits import allow_files
 from hvdkit.watchdog.channel import Offer, Peer
 from hvdkit.watchdog.coordinator import Coordinator
 from hvdkit.watchdog.events import Connect, Joined, Message
-from hvdkit.watchdog.lines import Writer
+from hvdkit.watchdog.lines import Writer, write_line
 from hvdkit.watchdog.settings import WatchdogSettings
 from hvdkit.watchdog.watching import WatchingSentinel
 
@@ -36,6 +36,7 @@ class CoordinatingSentinel(WatchingSentinel):
         self._listeners, self._lines = listeners, Writer(2)
         process = processes.stat(pid)
         self._launcher = process.parent if process is not None else 0
+        self._shell = shell_that_waits(self._launcher)
         self._waits_since: float | None = None  # since when the launcher has been waiting for a lost rank
 
     def join(self, connect_to: Connect, joined: Joined) -> None:
@@ -84,10 +85,21 @@ class CoordinatingSentinel(WatchingSentinel):
 
     def _tick(self, now: float) -> None:
         super()._tick(now)
+        self._end_orphan()
         if self.coordinator is None:
             return
         self._end_launcher(now)
         self.coordinator.tick(now)
+
+    def _end_orphan(self) -> None:
+        """End the launcher, and with it the job, if the horovodrun that started it was killed."""
+        if self._shell is None or not processes.is_over(*self._shell):
+            return
+        launcher = processes.stat(self._launcher)
+        if launcher is not None and launcher.parent != self._shell[0]:
+            write_line(f"hvdkit: the process that started {launcher.name} was killed: the job ends")
+            end_stuck_launcher(self._launcher, ranks_run=True)
+        self._shell = None
 
     @property
     def _launcher_waits(self) -> bool:
