@@ -19,6 +19,7 @@ from hvdkit.optimizer.gradients import PlacedGradients, kind_of, place_gradients
 from hvdkit.optimizer.local_variables import is_layer, register_local_variables
 from hvdkit.optimizer.step_reports import report_step
 from hvdkit.sharding.shards import AnyVariable
+from hvdkit.watchdog.reporter import reporter
 
 if TYPE_CHECKING:
     import keras
@@ -79,8 +80,10 @@ class DistributedGradientTape:
         self._tape.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._tape.__exit__(*error)
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if isinstance(error, Exception):
+            reporter().note_raised(error)
+        self._tape.__exit__(kind, error, trace)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tape, name)

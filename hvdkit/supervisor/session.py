@@ -35,6 +35,7 @@ from hvdkit.supervisor.saver import Saver
 from hvdkit.supervisor.signals import PREEMPTED, StopSignals
 from hvdkit.supervisor.start import prepare_folder, restore_or_initialize
 from hvdkit.supervisor.summaries import Summaries
+from hvdkit.watchdog.reporter import reporter
 
 if TYPE_CHECKING:
     import keras
@@ -206,7 +207,9 @@ class Supervisor:
         self._open = True
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            reporter().note_raised(error)
         try:
             if kind is None:
                 if self._preempted is None:

@@ -97,7 +97,7 @@ class CoordinatingSentinel(WatchingSentinel):
             return
         launcher = processes.stat(self._launcher)
         if launcher is not None and launcher.parent != self._shell[0]:
-            write_line(f"hvdkit: the process that started {launcher.name} was killed: the job ends")
+            write_line("hvdkit: horovodrun, or another shell that ran mpirun, was killed: the job ends")
             end_stuck_launcher(self._launcher, ranks_run=True)
         self._shell = None
 
