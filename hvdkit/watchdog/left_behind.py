@@ -70,7 +70,12 @@ class LeftBehind:
             if now - since < _LEFT_SECONDS:
                 return None
             for member in raised:
-                if member.raised is not None and waiting.raised is None and _needs(waiting, member):
+                if (
+                    member.raised is not None
+                    and not member.status.busy
+                    and waiting.raised is None
+                    and _needs(waiting, member)
+                ):
                     cause = f"{member.raised.cause} (caught by the program; rank {rank} waits in {waiting.waits[0]})"
                     return Deserter(member=member, cause=cause, text=member.raised.text)
         return None

@@ -330,6 +330,19 @@ def test_an_exception_after_which_the_rank_goes_on_with_the_others_does_not_end_
     assert_goes_on(job)
 
 
+def test_a_rank_that_is_busy_after_an_exception_is_waited_for():
+    """For example while it uploads its log; then it goes on with the others."""
+    job = Job(2)
+    job.say(1, CAUGHT)
+    job.status[1] = Status(has_raised=True, busy="uploading the log")
+    job.status[0] = in_graph("sum", job.now)
+    job.run(25)
+    assert_goes_on(job)
+    job.status[1] = Status(has_raised=True)
+    job.run(10)
+    assert job.coordinator.verdict.rank == 1
+
+
 def test_ranks_in_different_graphs_end_the_job():
     """Rank 1 has left the loop and trains its next model."""
     job = Job(2)

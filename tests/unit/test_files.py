@@ -177,6 +177,18 @@ def test_features_that_records_do_not_have_are_named(tmp_path):
             read_whole(hk.data.tfrecord(tmp_path / "a", parse))
 
 
+def test_several_sources_do_not_make_tensorflow_warn_of_retracing(tmp_path, monkeypatch):
+    """For example one for each fold of a cross validation."""
+    import tensorflow as tf
+
+    logged = []
+    monkeypatch.setattr(tf.get_logger(), "warning", lambda text, *_: logged.append(text))
+    write_tfrecord(tmp_path / "a", range(16))
+    for _ in range(8):
+        read_whole(hk.data.tfrecord(tmp_path / "a", lambda record: tf.strings.length(record)))
+    assert not logged
+
+
 def test_tensors_share_the_memory_of_batches(tmp_path, monkeypatch):
     """Numbers are not copied on the way to TensorFlow, neither the values of lists nor their splits."""
     made, empty = [], columns.aligned_empty

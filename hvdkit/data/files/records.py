@@ -63,10 +63,11 @@ class Parser:
             return records
         import tensorflow as tf
 
-        if self._function is None:
-            self._function = tf.function(self._parsed, input_signature=[tf.TensorSpec([None], tf.string)])
         try:
             with tf.device("CPU:0"):
+                if self._function is None:
+                    # A concrete function: TensorFlow would warn of retracing if a program creates several sources.
+                    self._function = tf.function(self._parsed).get_concrete_function(tf.TensorSpec([None], tf.string))
                 parsed = self._function(tf.constant(records, tf.string))
         except tf.errors.InvalidArgumentError as error:
             reason = error.message.partition("\n\t [[")[0].rpartition("\n")[2]
