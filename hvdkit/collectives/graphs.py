@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
+from types import CodeType, FrameType
 
 import tensorflow as tf
 from tensorflow.python.framework.ops import EagerTensor
 from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops import control_flow_v2_func_graphs as func_graphs
 
+from hvdkit.cluster.progress import is_user_file
 from hvdkit.collectives.graph_recorder import depending_on
 from hvdkit.errors import HvdkitError, describe, see
 from hvdkit.watchdog.flight_recorder import recorder
@@ -42,12 +45,22 @@ def op_name(name: str, ranks: Sequence[int] | None) -> str:
     while _is_inside(outermost):
         outermost = outermost.outer_graph
     recorder().graphs.add(outermost.name)
+    _note_callers(recorder().callers)
     # The function's name comes second: a node's name must not start with "_step" or "<lambda>".
     full = f"{name}.{re.sub('[^A-Za-z0-9_.]', '_', graph.name)}.{traced.count(name)}"
     if not ranks or len(ranks) < 2:
         return full
     # Groups of a mesh run theirs concurrently. The ranks in the name distinguish them in a profile.
     return f"{full}.ranks_{ranks[0]}_to_{ranks[-1]}_by_{ranks[1] - ranks[0]}"
+
+
+def _note_callers(callers: dict[CodeType, set[int]]) -> None:
+    """Add the user's code on the call stack, with the lines of the calls, to ``callers``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_user_file(frame.f_code.co_filename):
+            callers.setdefault(frame.f_code, set()).add(frame.f_lineno)
+        frame = frame.f_back
 
 
 def refuse_xla() -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import product
+from types import CodeType
 from typing import NamedTuple
 
 SLOTS = 1000
@@ -124,6 +125,7 @@ class FlightRecorder:
         step: steps trained, or None.
         last: name of the last eager collective, or "".
         graphs: names of the functions of TensorFlow that have collectives.
+        callers: the user's code that called them when they were traced, and the lines of these calls.
         sampler: records the collectives that this rank's graphs have noted since its last call.
     """
 
@@ -137,6 +139,7 @@ class FlightRecorder:
         self.step: int | None = None
         self.last = ""
         self.graphs: set[str] = set()
+        self.callers: dict[CodeType, set[int]] = {}
         self.sampler: Callable[[], None] = lambda: None
         view = memoryview(self._memory)
         self._counts, self._signed, self._times = view.cast("Q"), view.cast("q"), view.cast("d")

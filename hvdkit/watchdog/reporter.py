@@ -44,7 +44,7 @@ from hvdkit.watchdog.events import (
 )
 from hvdkit.watchdog.flight_recorder import FlightRecorder, memory_file, recorder
 from hvdkit.watchdog.settings import SOCKET_VARIABLE, WatchdogSettings
-from hvdkit.watchdog.uncaught import UncaughtErrors, ended_a_step, with_cause_first
+from hvdkit.watchdog.uncaught import UncaughtErrors, ended_a_step, left_a_loop, with_cause_first
 
 _LOGGER = logging.getLogger("hvdkit")
 # Seconds to wait for the coordinator's answer before this rank reports its failure itself.
@@ -272,11 +272,13 @@ class Reporter:
             self.recorder.sampler = lambda: None
 
     def _report_caught(self) -> None:
-        """Report an exception that the training thread is handling, if it has ended a step with collectives."""
+        """Report an exception that the training thread is handling, if it has ended a step or a loop of steps."""
         error: Any = sys._current_exceptions().get(self._thread_ident)
         if isinstance(error, tuple):  # before Python 3.12
             error = error[1]
-        if error is not None and ended_a_step(error, self.recorder.graphs):
+        if error is None or hasattr(error, _REPORTED):
+            return
+        if ended_a_step(error, self.recorder.graphs) or left_a_loop(error, self.recorder.callers):
             self.note_raised(error)
 
     def explained(self, error: Exception) -> Exception:

@@ -6,14 +6,16 @@ the last line, and ends every rank. If an error was caused by another rank, the 
 
 from __future__ import annotations
 
+import ast
+import linecache
 import os
 import re
 import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Collection
-from types import TracebackType
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hvdkit.errors import HvdkitError, see
@@ -162,6 +164,43 @@ def ended_a_step(error: BaseException, graphs: Collection[str]) -> bool:
             return True
         trace = trace.tb_next
     return False
+
+
+def left_a_loop(error: BaseException, callers: Mapping[CodeType, Collection[int]]) -> bool:
+    """Return True if an exception that is being handled has ended a function or a loop with steps.
+
+    A handler inside the loop may continue it, e.g. after it has read a batch again.
+
+    Args:
+        error: the exception.
+        callers: the code that called functions with collectives, and the lines of the calls.
+    """
+    trace = error.__traceback__
+    if trace is None:
+        return False
+    handler, line = trace.tb_frame, trace.tb_lineno
+    for start, end in _loops_of(handler.f_code.co_filename, callers.get(handler.f_code, ())):
+        if start <= line <= end and not start <= handler.f_lineno <= end:
+            return True
+    while (trace := trace.tb_next) is not None:  # these functions have ended
+        if trace.tb_frame.f_code in callers:
+            return True
+    return False
+
+
+def _loops_of(file: str, lines: Collection[int]) -> Iterator[tuple[int, int]]:
+    """Yield first and last line of the innermost loop around each of ``lines``."""
+    if not lines:
+        return
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return
+    loops = [(one.lineno, one.end_lineno or 0) for one in ast.walk(tree) if isinstance(one, (ast.For, ast.While))]
+    for line in lines:
+        around = [loop for loop in loops if loop[0] <= line <= loop[1]]
+        if around:
+            yield max(around)
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import tensorflow as tf
 
@@ -9,7 +11,7 @@ from hvdkit.collectives.graphs import op_name
 from hvdkit.errors import ClusterError
 from hvdkit.watchdog.ending import is_victim
 from hvdkit.watchdog.flight_recorder import recorder
-from hvdkit.watchdog.uncaught import _traceback, cause_of, ended_a_step, with_cause_first
+from hvdkit.watchdog.uncaught import _traceback, cause_of, ended_a_step, left_a_loop, with_cause_first
 
 
 def load(path):
@@ -48,6 +50,78 @@ def test_the_cause_comes_before_the_nodes_of_the_graph(graph_error):
     assert cause in _traceback(graph_error)[0]
     plain = ValueError("bad")
     assert with_cause_first(plain, 1) is plain
+
+
+LOOPS = """
+def train():
+    for batch in range(8):
+        step(batch)
+
+def caught_around_the_loop():
+    try:
+        for batch in range(8):
+            step(batch)
+            load(batch)
+    except OSError as error:
+        look(error)
+
+def caught_around_a_function():
+    try:
+        train()
+        load(8)
+    except OSError as error:
+        look(error)
+
+def caught_in_the_loop():
+    for batch in range(8):
+        try:
+            step(batch)
+            load(batch)
+        except OSError as error:
+            look(error)
+
+def caught_after_an_earlier_loop():
+    for batch in range(8):
+        step(batch)
+    try:
+        load(8)
+    except OSError as error:
+        look(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "fails_in", "left"),
+    [
+        ("caught_around_the_loop", "load", True),
+        ("caught_around_the_loop", "step", True),
+        ("caught_around_a_function", "step", True),
+        ("caught_around_a_function", "load", False),
+        ("caught_in_the_loop", "load", False),  # it may read the batch again
+        ("caught_after_an_earlier_loop", "load", False),
+    ],
+)
+def test_a_handler_outside_of_the_loop_has_left_it(tmp_path, function, fails_in, left):
+    """The program in which a file is missing on one rank; ``look`` stands for the watchdog's thread."""
+    callers, looks = {}, []
+
+    def fail(name, batch):
+        if name == "step":
+            frame = sys._getframe(2)
+            callers.setdefault(frame.f_code, set()).add(frame.f_lineno)
+        if name == fails_in and batch in (5, 8):
+            raise FileNotFoundError("part-3.csv")
+
+    file = tmp_path / "train.py"
+    file.write_text(LOOPS)
+    program = {
+        "step": lambda batch: fail("step", batch),
+        "load": lambda batch: fail("load", batch),
+        "look": lambda error: looks.append(left_a_loop(error, callers)),
+    }
+    exec(compile(LOOPS, str(file), "exec"), program)
+    program[function]()
+    assert looks == [left]
 
 
 def test_an_error_that_another_rank_has_caused_is_known_by_its_cause():
