@@ -149,8 +149,9 @@ class ShardedEmbeddingCollection(ShardedLayer):
 
         Args:
             inputs: every feature's ids, or ids and weights, optionally in nested dicts; or the result of ``ask``.
-            training: True, as in ``fit``: new ids in tables with eviction are assigned rows. Otherwise they give zeros;
-                with None, a gradient of such a table raises a LookupError.
+            training: True, as in ``fit``: new ids in tables with eviction are assigned rows, unless the layer is frozen
+                (``trainable = False``). Otherwise they give zeros; with None, a gradient of such a table raises a
+                LookupError.
 
         Returns:
             ``[..., output_dim]`` for each feature, in the layer's compute dtype and with the nesting of ``inputs``.

@@ -163,9 +163,9 @@ class TableStore:
         return [self._source(group, training) for group in range(len(self.variables))]
 
     def _source(self, group: int, training: bool | None) -> RowSource:
-        if group in self._vocabularies:
-            return self._vocabularies[group].source(training)
         variable = self.variables[group]
+        if group in self._vocabularies:
+            return self._vocabularies[group].source(training if variable.trainable else False)
         shard = shard_of(variable)
         assert shard is not None
         return KeyedVariable(variable._value, shard.lookup)
