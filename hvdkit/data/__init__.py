@@ -2,12 +2,14 @@
 
 ``hk.data.GlobalBatches`` takes arrays, files or a ``tf.data.Dataset``, and yields each rank's rows of every global
 batch, to a training loop, to Keras ``fit`` or to ``hk.fit``. ``hk.data.parquet`` and others read files,
-``hk.data.mixture`` mixes sources, and ``hk.data.Concatenated`` joins several memory-mapped files into one array.
+``hk.data.mixture`` mixes sources, ``hk.data.Concatenated`` joins several memory-mapped files into one array, and
+``hk.data.divide`` declares how ``hk.fit`` divides the tensors of a batch.
 Start reading with ``order.py``, which computes the examples in each row of a batch; then ``batches.py``.
 """
 
 from hvdkit.data.arrays import Concatenated
 from hvdkit.data.batches import GlobalBatches
+from hvdkit.data.division import divide
 from hvdkit.data.files import array_record, criteo, delimited, npy, parquet, tfrecord
 from hvdkit.data.mixtures import mixture
 
@@ -17,6 +19,7 @@ __all__ = [
     "array_record",
     "criteo",
     "delimited",
+    "divide",
     "mixture",
     "npy",
     "parquet",

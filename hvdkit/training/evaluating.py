@@ -66,6 +66,6 @@ def evaluate(
 
     shares, _ = prepare_data(f"hk.evaluate(batch_size={batch_size}, steps={steps})", build)
     session = FitSession.of(model, may_be_empty=shares.may_be_empty)
-    with session.running():
+    with session.running(shares):
         callback_list = CallbackList(callbacks, session, shares, verbose=verbose, epochs=1, steps=steps, trains=False)
         return model.evaluate(shares, verbose=verbose, steps=steps, callbacks=callback_list, return_dict=return_dict)

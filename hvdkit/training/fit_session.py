@@ -28,6 +28,7 @@ from hvdkit.training.rank_seeds import global_generator, rank_seeds, spread_seed
 from hvdkit.training.train_steps import ShareSteps, Step
 from hvdkit.watchdog.reporter import reporter
 
+from hvdkit.training.shares import Shares
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
 # Attributes that the traced steps depend on.
 _COMPILED_ATTRIBUTES = ("_loss_tracker", "optimizer", "steps_per_execution", "run_eagerly", "_jit_compile")
@@ -94,8 +95,21 @@ class FitSession:
         return session
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Broadcast the chief's variables, and run the model's methods on shares. Every rank must call it."""
+    def running(self, *data: Shares | None) -> Iterator[None]:
+        """Broadcast the chief's variables, and run the model's methods on shares. Every rank must call it.
+
+        Args:
+            data: the data that are read inside.
+        """
+        with contextlib.ExitStack() as stack:
+            for shares in data:
+                if shares is not None:
+                    stack.enter_context(shares.explained())
+            stack.enter_context(self._running())
+            yield
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
         if self._is_running:
             before = self.may_end_anywhere
             yield

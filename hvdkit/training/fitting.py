@@ -153,7 +153,7 @@ def fit(
     if logdir is not None:
         position = shares.position if isinstance(shares, GlobalBatchShares) else None
         callbacks = [SupervisorCallback(logdir, data=position, save_epochs=True), *tree.flatten(callbacks or [])]
-    with session.running():
+    with session.running(shares, validation_shares):
         callback_list = CallbackList(
             callbacks, session, shares, validation_shares, verbose=verbose, epochs=epochs, steps=steps_per_epoch
         )

@@ -20,6 +20,7 @@ from tensorflow.python.eager import context
 from hvdkit import cluster
 from hvdkit.cluster.agreement import compare, gather
 from hvdkit.data import GlobalBatches
+from hvdkit.data.division import division_of
 from hvdkit.data.files.source import FileSource
 from hvdkit.data.mixtures import Mixture
 from hvdkit.errors import HvdkitError, describe
@@ -77,8 +78,10 @@ class FitData:
             self._check_rows(inner.batch_size, data_rank)
             return ArrayShares(inner, data_rank)
         if isinstance(inner, (TFDatasetAdapter, PyDatasetAdapter, GeneratorDataAdapter)):
-            shares = Shares(inner, data_rank, may_start_mid_data=self.steps is not None)
-            self._check_batched(inner.get_tf_dataset().element_spec, data_rank)
+            parts = division_of(self.x)
+            shares = Shares(inner, data_rank, may_start_mid_data=self.steps is not None, parts=parts)
+            if parts is None:
+                self._check_batched(inner.get_tf_dataset().element_spec, data_rank)
             shares.get_tf_dataset()
             return shares
         remedy = "pass arrays, a batched tf.data.Dataset, a PyDataset or a generator"

@@ -70,7 +70,7 @@ def predict(
 
     shares, _ = prepare_data(f"hk.predict(batch_size={batch_size}, steps={steps}, gather={gather!r})", build)
     session = FitSession.of(model, may_be_empty=shares.may_be_empty)
-    with session.running():
+    with session.running(shares):
         callback_list = CallbackList(callbacks, session, shares, verbose=verbose, epochs=1, steps=steps, trains=False)
         outputs, rows = model.predict(shares, verbose=verbose, steps=steps, callbacks=callback_list)
     _check_outputs(outputs, len(_row_numbers(rows, DataRank.local())))

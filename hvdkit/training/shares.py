@@ -1,7 +1,8 @@
 """Keras data adapter for this rank's rows of each global batch.
 
 Rank r of N gets rows ``r * b // N`` to ``(r + 1) * b // N`` of a global batch of b rows. If b is less than N, some
-shares are empty: these ranks process the first row of the batch with weight 0. The elements of a dataset become
+shares are empty: these ranks process the first row of the batch with weight 0. If tensors of a batch differ in length,
+N must divide each length (see :class:`BatchDivision`). The elements of a dataset become
 ``(data, info)``; ``info`` is a dict for the step, empty for a single rank:
 
     factor   float32, f_r = n_r N / b (see :mod:`hvdkit.collectives.batch_share`); omitted if all shares are equal
@@ -13,6 +14,8 @@ shares are empty: these ranks process the first row of the batch with weight 0. 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +27,8 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from hvdkit import cluster
 from hvdkit.cluster import Group
 from hvdkit.collectives.digests import digest_of_batch
+from hvdkit.data.division import ROWS, WHOLE, Parts
+from hvdkit.errors import describe, see
 
 Element = tuple[Any, dict[str, tf.Tensor]]
 
@@ -68,20 +73,14 @@ def data_group() -> Group | None:
     return None if group.size == cluster.size() else group
 
 
-def slice_rows(data: Any, start: Any, end: Any) -> Any:
-    """Slice the rows of every tensor in a batch (dense, ragged or sparse); scalars and None are unchanged."""
-
-    def slice_tensor(x: Any) -> Any:
-        if x is None or (isinstance(x, tf.Tensor) and x.shape.rank == 0):
-            return x
-        if isinstance(x, tf.SparseTensor):
-            size = tf.cast(end - start, tf.int64)[None]
-            first = tf.cast(start, tf.int64)[None]
-            rest = x.dense_shape[1:]
-            return tf.sparse.slice(x, tf.concat([first, tf.zeros_like(rest)], 0), tf.concat([size, rest], 0))
-        return x[start:end]
-
-    return tree.map_structure(slice_tensor, data)
+def slice_tensor(x: Any, start: Any, end: Any) -> Any:
+    """Slice the rows of a tensor: dense, ragged or sparse."""
+    if isinstance(x, tf.SparseTensor):
+        size = tf.cast(end - start, tf.int64)[None]
+        first = tf.cast(start, tf.int64)[None]
+        rest = x.dense_shape[1:]
+        return tf.sparse.slice(x, tf.concat([first, tf.zeros_like(rest)], 0), tf.concat([size, rest], 0))
+    return x[start:end]
 
 
 def first_tensor(data: Any) -> Any:
@@ -92,13 +91,139 @@ def first_tensor(data: Any) -> Any:
 
 def number_of_rows(data: Any) -> Any:
     """Return the number of rows of a batch: an int, or an int32 scalar tensor if it is not statically known."""
-    first = first_tensor(data)
-    if isinstance(first, tf.SparseTensor):
-        return tf.cast(first.dense_shape[0], tf.int32)
-    if isinstance(first, tf.RaggedTensor):
-        return tf.cast(first.nrows(), tf.int32)
-    static_rows = first.shape[0] if first.shape.rank is not None else None
-    return tf.shape(first)[0] if static_rows is None else static_rows
+    return _length(first_tensor(data))
+
+
+def _length(x: Any) -> Any:
+    """Return the number of rows of a tensor: an int, or an int32 scalar tensor if it is not statically known."""
+    static = _static_length(x)
+    if static is not None:
+        return static
+    if isinstance(x, tf.SparseTensor):
+        return tf.cast(x.dense_shape[0], tf.int32)
+    return tf.cast(x.nrows(), tf.int32) if isinstance(x, tf.RaggedTensor) else tf.shape(x)[0]
+
+
+def _static_length(x: Any) -> int | None:
+    """Return the static number of rows of a tensor or a spec, if known."""
+    if isinstance(x, (tf.SparseTensor, tf.RaggedTensor)) or not x.shape.rank:
+        return None
+    length: int | None = x.shape[0]
+    return length
+
+
+class BatchDivision:
+    """The division of a batch's tensors among ranks.
+
+    If all tensors have b rows, rank r's loss has the weight n_r N / b. If their lengths differ, a loss with a mean over
+    each of several tensors has no such weight, unless all shares of a tensor are equal: N must divide each length.
+
+    Args:
+        spec: the specification of the batches.
+        parts: how each tensor is divided (``hk.data.divide``); None if all tensors have the same number of rows.
+        data_rank: this rank's index among the ranks with different rows.
+
+    Attributes:
+        problem: the error of a batch that cannot be divided; it ends the dataset with an error of TensorFlow.
+
+    Raises:
+        ValueError: ``parts`` has another structure than the batches, or they cannot be divided.
+    """
+
+    def __init__(self, spec: Any, parts: Parts, data_rank: DataRank) -> None:
+        self._data_rank = data_rank
+        self.problem: ValueError | None = None
+        paths = tree.flatten_with_path(spec)
+        rules = [_rule(parts, path) for path, _ in paths]
+        self._rules = tree.pack_sequence_as(spec, rules)
+        self._is_declared = parts is not None
+        divided = [(path, x) for (path, x), rule in zip(paths, rules, strict=True) if rule == ROWS and _has_rows(x)]
+        self._names = ["batch" + "".join(f"[{key!r}]" for key in path) for path, _ in divided]
+        self.spec = [x for _, x in divided]
+        if not divided:
+            got, expected = f"{parts!r}, with scalars in place of rows", "a tensor with rows to divide"
+            raise ValueError(describe("hk.data.divide: parts", got, expected, "call dataset.batch(batch_size)"))
+        lengths = [_static_length(x) for _, x in divided]
+        self._is_static = None not in lengths and None not in [x.shape.rank for _, x in divided]
+        if self._is_static and not self._is_divisible([length for length in lengths if length is not None]):
+            raise self._error(lengths)
+
+    def rows(self, data: Any) -> Any:
+        """Return the number of rows of a batch: those of the first tensor that is divided."""
+        return _length(self._divided(data)[0])
+
+    def take(self, data: Any) -> tuple[Any, dict[str, tf.Tensor]]:
+        """Return this rank's share of a batch, and ``info``."""
+        lengths = [_length(x) for x in self._divided(data)]
+        _, _, info = self._data_rank.bounds_and_info(lengths[0])
+        if self._is_static or len(lengths) == 1:
+            return tree.map_structure(self._take_tensor, data, self._rules), info
+        stacked = tf.stack([tf.cast(length, tf.int32) for length in lengths])
+        is_equal = tf.reduce_all(tf.equal(stacked, stacked[0]))
+        is_divisible = is_equal
+        if self._is_declared:
+            is_divisible |= tf.reduce_all(tf.equal(stacked % self._data_rank.size, 0))
+        refuse = lambda: tf.numpy_function(self._refuse, [stacked], tf.bool)  # noqa: E731
+        check = tf.cond(is_divisible, lambda: True, refuse)
+        with tf.control_dependencies([check]):
+            if "factor" in info:
+                info["factor"] = tf.where(is_equal, info["factor"], 1.0)
+            return tree.map_structure(self._take_tensor, data, self._rules), info
+
+    def _take_tensor(self, x: Any, rule: str | None) -> Any:
+        if rule != ROWS or not _has_rows(x):
+            return x
+        start, end, _ = self._data_rank.bounds_and_info(_length(x))
+        return slice_tensor(x, start, end)
+
+    def _divided(self, data: Any) -> list[Any]:
+        pairs = zip(tree.flatten(data), tree.flatten(self._rules), strict=True)
+        return [x for x, rule in pairs if rule == ROWS and _has_rows(x)]
+
+    def _is_divisible(self, lengths: list[int]) -> bool:
+        return len(set(lengths)) <= 1 or (
+            self._is_declared and all(length % self._data_rank.size == 0 for length in lengths)
+        )
+
+    def _refuse(self, lengths: Any) -> bool:
+        self.problem = self._error(lengths.tolist())
+        raise self.problem
+
+    def _error(self, lengths: list[Any]) -> ValueError:
+        shown = ", ".join(f"{length} in {name}" for name, length in zip(self._names, lengths, strict=True))
+        if self._is_declared:
+            number = self._data_rank.size
+            expected = f"lengths that the number of ranks, {number}, divides, as they differ"
+            remedy = "choose other batch sizes with drop_remainder=True"
+            return ValueError(describe("x", f"a batch with different numbers of rows: {shown}", expected, remedy))
+        expected = "the same number of rows, one for each example"
+        remedy = (
+            "declare how each tensor is divided among ranks, e.g. hk.data.divide(dataset, ('rows', 'rows', 'whole')); "
+            f"of a batch of graphs, pass one row for each graph, as RaggedTensors; {see('pitfalls#data')}"
+        )
+        return ValueError(describe("x", f"a batch with different numbers of rows: {shown}", expected, remedy))
+
+
+def _rule(parts: Parts, path: tuple[Any, ...]) -> str | None:
+    """Return the part of ``parts`` for the tensor at ``path`` of a batch."""
+    rule: Any = ROWS if parts is None else parts
+    for key in path:
+        if isinstance(rule, str) or rule is None:
+            break
+        try:
+            rule = rule[key]
+        except (KeyError, IndexError, TypeError):
+            got = f"{parts!r}, without a part for batch{''.join(f'[{k!r}]' for k in path)}"
+            remedy = "pass parts in the structure of a batch: dataset.element_spec"
+            raise ValueError(describe("hk.data.divide: parts", got, "one for each tensor", remedy)) from None
+    if not isinstance(rule, str | None):
+        got = f"{rule!r} for batch{''.join(f'[{k!r}]' for k in path)}, which is a tensor"
+        raise ValueError(describe("hk.data.divide: parts", got, f"{ROWS!r} or {WHOLE!r}", "leave out the inner ones"))
+    return rule
+
+
+def _has_rows(x: Any) -> bool:
+    return x is not None and x.shape.rank != 0
 
 
 def untuned_options() -> tf.data.Options:
@@ -118,17 +243,33 @@ class Shares(DataAdapter):
         inner: Keras's adapter of the global batches.
         data_rank: this rank's index among the ranks with different rows.
         may_start_mid_data: whether an epoch may start in the middle of the data, as with ``steps_per_epoch``.
+        parts: how each tensor of a batch is divided (``hk.data.divide``); None if all have the same number of rows.
     """
 
-    def __init__(self, inner: DataAdapter, data_rank: DataRank, *, may_start_mid_data: bool = False) -> None:
+    def __init__(
+        self, inner: DataAdapter, data_rank: DataRank, *, may_start_mid_data: bool = False, parts: Parts = None
+    ) -> None:
         self.inner, self.data_rank, self._may_start_mid_data = inner, data_rank, may_start_mid_data
+        self._parts = parts
+        self._division: BatchDivision | None = None
         self._dataset: tf.data.Dataset | None = None
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Raise the error of a batch that cannot be divided, in place of TensorFlow's."""
+        try:
+            yield
+        except tf.errors.OpError:
+            if self._division is None or self._division.problem is None:
+                raise
+            problem, self._division.problem = self._division.problem, None
+            raise problem from None
 
     @property
     def may_be_empty(self) -> bool:
         """Return False if no share can be empty."""
         data, info = self.get_tf_dataset().element_spec
-        first = first_tensor(data)
+        first = first_tensor(data if self._division is None else self._division.spec)
         return "factor" in info and (first is None or not first.shape.rank or first.shape[0] is None)
 
     def get_tf_dataset(self) -> tf.data.Dataset:
@@ -141,16 +282,27 @@ class Shares(DataAdapter):
         """Return the complete global batches for a single rank; the map only repacks its input, at no cost."""
         dataset = self.inner.get_tf_dataset()
         is_tuple = isinstance(dataset.element_spec, tuple)
-        return dataset.map(lambda *element: (element if is_tuple else element[0], {}))
+        if self._parts is None:
+            return dataset.map(lambda *element: (element if is_tuple else element[0], {}))
+        division = BatchDivision(dataset.element_spec, self._parts, self.data_rank)
+
+        def with_rows(*element: Any) -> Element:
+            data = element if is_tuple else element[0]
+            return data, {"rows": tf.cast(division.rows(data), tf.int32)}
+
+        return dataset.map(with_rows)
 
     def _share_dataset(self) -> tf.data.Dataset:
+        spec = self.inner.get_tf_dataset().element_spec
+        self._division = division = BatchDivision(spec, self._parts, self.data_rank)
+
         def take(number: tf.Tensor, data: Any) -> Element:
-            start, end, info = self.data_rank.bounds_and_info(number_of_rows(data))
+            share, info = division.take(data)
             is_compared = tf.equal(number, 0) | self._may_start_mid_data
             info["digest"] = tf.cond(is_compared, lambda: digest_of_batch(data), lambda: tf.zeros([], tf.int64))
             if may_end_anywhere:
                 info["may_end_anywhere"] = tf.constant(True)
-            return slice_rows(data, start, end), info
+            return share, info
 
         dataset, may_end_anywhere = self.inner.get_tf_dataset().enumerate(), self.may_end_anywhere
         dataset = dataset.map(take, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)

@@ -99,6 +99,9 @@ class ShareSteps:
 
         def assign() -> tf.Tensor:
             for variable, value in zip(variables, values, strict=True):
+        if not variables:
+            yield
+            return
                 variable.assign(tf.ensure_shape(value, variable.shape))
             return tf.constant(True)
 
