@@ -58,6 +58,7 @@ from .optimizer.average import average_gradients as average_gradients
 from .optimizer.distributed import DistributedOptimizer as DistributedOptimizer
 from .optimizer.loading import load_model as load_model
 from .optimizer.local_variables import register_local_variables as register_local_variables
+from .optimizer.rank_state import synchronize as synchronize
 from .optimizer.tape import DistributedGradientTape as DistributedGradientTape
 from .optimizer.tape import PartialDistributedGradientTape as PartialDistributedGradientTape
 from .sharding.partitioned_variable import PartitionedVariable as PartitionedVariable

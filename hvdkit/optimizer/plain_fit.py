@@ -27,6 +27,7 @@ from hvdkit.collectives.digests import digest, digest_of_batch, tf_variable
 from hvdkit.collectives.weak_registry import Attached
 from hvdkit.errors import ClusterError
 from hvdkit.optimizer.caller import locals_of
+from hvdkit.optimizer.rank_state import compare_state, digests_of, state_of
 from hvdkit.sharding.shards import differs_by_rank
 from hvdkit.sharding.variables import broadcast_variables
 from hvdkit.watchdog.reporter import reporter
@@ -258,6 +259,7 @@ class _EpochEnd(NamedTuple):
     rate: float | None
     logs: dict[str, float]  # numbers passed to callbacks and History
     batch: int  # digest of the first batch of this fit; 0 if unknown
+    state: list[tuple[str, bytes]]  # digests of what layers and steps update without a gradient
 
 
 class _RankComparison(keras.callbacks.Callback):
@@ -271,7 +273,7 @@ class _RankComparison(keras.callbacks.Callback):
         """Raise if the decisions of ranks differ; warn if their logs differ or their first batches are equal.
 
         Raises:
-            CollectiveMismatchError: only some ranks stop, or learning rates differ.
+            CollectiveMismatchError: only some ranks stop, or learning rates or the model's state differ.
         """
         known = {name: float(value) for name, value in (logs or {}).items() if np.ndim(value) == 0}
         batch = int(self._monitor.batch)
@@ -279,12 +281,15 @@ class _RankComparison(keras.callbacks.Callback):
         ranks = gather(
             exchange,
             "the end of an epoch",
-            lambda: _EpochEnd(bool(model.stop_training), _rate(model.optimizer), known, batch),
+            lambda: _EpochEnd(
+                bool(model.stop_training), _rate(model.optimizer), known, batch, digests_of(state_of(model))
+            ),
         )
         remedy = "use hk.fit, or put hk.callbacks.MetricAverage() before callbacks that decide"
         when = f"after epoch {epoch + 1}"
         compare([each.stops for each in ranks], f"callbacks: stop_training {when}", remedy, ranks=exchange.ranks)
         compare([each.rate for each in ranks], f"callbacks: learning rate {when}", remedy, ranks=exchange.ranks)
+        compare_state([each.state for each in ranks], exchange.ranks, remedy="use hk.fit, and ")
         names = [name for name in known if any(each.logs.get(name) != known[name] for each in ranks)]
         if names:
             values = ", ".join(f"{each.logs.get(names[0])}" for each in ranks)

@@ -10,11 +10,13 @@ import keras
 from keras.src import tree
 
 from hvdkit import cluster
+from hvdkit.cluster.agreement import gather
 from hvdkit.cluster.logs import get_logger, warn_once
 from hvdkit.collectives import broadcast_object
 from hvdkit.collectives.weak_registry import Attached
 from hvdkit.errors import ClusterError, describe
 from hvdkit.layers import average_moving_statistics, synchronize_batch_normalization
+from hvdkit.optimizer.rank_state import compare_constants, compare_state, digests_of, state_of
 from hvdkit.sharding.shards import holding_of, is_seed_state
 from hvdkit.sharding.variables import broadcast_variables
 from hvdkit.training.atomic_saving import make_saving_atomic
@@ -25,10 +27,10 @@ from hvdkit.training.metric_checks import MetricChecks
 from hvdkit.training.metric_combiner import MetricCombiner
 from hvdkit.training.model_optimizers import compare_optimizers, distribute_optimizers, optimizers_of
 from hvdkit.training.rank_seeds import global_generator, rank_seeds, spread_seeds
+from hvdkit.training.shares import Shares
 from hvdkit.training.train_steps import ShareSteps, Step
 from hvdkit.watchdog.reporter import reporter
 
-from hvdkit.training.shares import Shares
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
 # Attributes that the traced steps depend on.
 _COMPILED_ATTRIBUTES = ("_loss_tracker", "optimizer", "steps_per_execution", "run_eagerly", "_jit_compile")
@@ -72,6 +74,7 @@ class FitSession:
         self.metric_combiner = MetricCombiner(model, lambda: float(self.steps.last_factor.numpy()))
         self.metric_checks = MetricChecks(model)
         self._is_running = False
+        self._is_compared = False
 
     @classmethod
     def of(cls, model: Any, *, may_be_empty: bool) -> FitSession:
@@ -116,6 +119,9 @@ class FitSession:
             self.may_end_anywhere = before
             return
         compare_optimizers(self.model)
+        if not self._is_compared and cluster.size() > 1:
+            compare_constants(self.model)
+        self._is_compared = True
         self._variables.broadcast_all()
         model, steps = self.model, self.steps
         steps.digests.assign(0)
@@ -157,7 +163,17 @@ class FitSession:
         if self.may_end_anywhere:
             report_end_of_data()
         average_moving_statistics(self.model)  # before they are evaluated, saved or exported
+        self._compare_state()
         return self.metric_combiner.combine(logs)
+
+    def _compare_state(self) -> None:
+        """Compare the variables that layers and steps update without a gradient."""
+        state = state_of(self.model)
+        if not state:
+            return
+        exchange = cluster.exchange()
+        ranks = gather(exchange, "the model's state at the end of an epoch", lambda: digests_of(state))
+        compare_state(ranks, exchange.ranks)
 
     def broadcast_again(self) -> None:
         """Broadcast the chief's variables again, as a callback may have restored them."""
@@ -189,7 +205,9 @@ class VariableBroadcaster:
         spread_seeds([v for v in variables if is_seed_state(v)], *replicated_states)
 
     def _all(self) -> list[Any]:
-        variables = [*self._model.variables, *(v for each in optimizers_of(self._model) for v in each.variables)]
+        optimizer_variables = [v for each in optimizers_of(self._model) for v in each.variables]
+        untracked = [each.variable for each in state_of(self._model)]
+        variables = [*self._model.variables, *untracked, *optimizer_variables]
         return [v for v in {id(v): v for v in variables}.values() if holding_of(v) is None]
 
 

@@ -18,6 +18,7 @@ from hvdkit import cluster
 from hvdkit.collectives.batch_share import share_of_batch
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.optimizer.batch_norm import synchronized_statistics
+from hvdkit.optimizer.rank_state import StateCombiner, state_of
 from hvdkit.sharding.shards import differs_by_rank
 from hvdkit.training.attribute_swap import swap_attributes
 from hvdkit.training.data_end import require_batch_on_every_rank
@@ -57,8 +58,11 @@ class ShareSteps:
             data = require_batch_on_every_rank(data, info["rows"]) if "may_end_anywhere" in info else data
             factor = info.get("factor")
             self._create_variables(name, step, data, factor)
+            state = StateCombiner(self._model, cluster.group(cluster.DATA)) if name == "train" else None
             with self._restored_if_empty(factor), share_of_batch(factor), self._global_losses(factor):
                 logs = step(data)
+            if state is not None:
+                state.combine(factor)
             self._record_step(info)
             return logs
 
@@ -110,7 +114,9 @@ class ShareSteps:
 
     def _batch_dependent_variables(self) -> list[Any]:
         """Return the variables that examples change without a gradient: statistics and metric states."""
-        candidates = [*self._model.non_trainable_variables, *(v for m in self._model.metrics for v in m.variables)]
+        untracked = [each.variable for each in state_of(self._model)]
+        metrics = [v for m in self._model.metrics for v in m.variables]
+        candidates = [*self._model.non_trainable_variables, *untracked, *metrics]
         synchronized = set(map(id, synchronized_statistics(self._model)))
         unique = {id(v): v for v in candidates if id(v) not in synchronized}.values()
         replicated = [v for v in unique if not differs_by_rank(v)]
