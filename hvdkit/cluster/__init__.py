@@ -11,6 +11,7 @@ Start with world.py, which calls the others in this order:
     exchange.py    exchanges Python objects among ranks; agreement.py: compares values of all ranks
     call_order.py  one thread calls a rank's eager collectives, one at a time
     progress.py    records steps and collectives, for the sentinel and for a profile
+    lone_training.py  reports ranks that train without combining gradients
     logs.py        log lines with ranks; log_filter.py: drops TensorFlow's startup messages
 """
 

@@ -15,6 +15,7 @@ from typing import Any
 from hvdkit.cluster import devices, engine, logs, settings
 from hvdkit.cluster.call_order import CallOrder
 from hvdkit.cluster.exchange import ObjectExchange
+from hvdkit.cluster.lone_training import lone_training
 from hvdkit.cluster.mesh import Group, checked_mesh, group_of, process_sets_of
 from hvdkit.cluster.progress import progress
 from hvdkit.cluster.rank_facts import gather_rank_facts
@@ -146,6 +147,8 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
     facts, axes = gather_rank_facts(mesh, exchange, size, offer)
     hosts = tuple(each.host for each in facts)
     watchdog.join(rank, hosts, [each.place for each in facts], facts[0].offer, waiters, engine.finalize_mpi)
+    if size > 1:
+        lone_training().begin(size)
     cluster = Cluster(
         rank=rank,
         size=size,
@@ -382,6 +385,7 @@ def shutdown() -> None:
     global _world, _ended
     with _lock:
         if _world is not None:
+            lone_training().end()
             progress().end_profile(finish=True)
             atexit.unregister(_leave)
             reporter().leave_world(keeps_horovod=bool(_world.process_sets))
@@ -400,6 +404,7 @@ def _leave() -> None:
     global _world
     if _world is None or os.getpid() != reporter().pid or ending().begun:
         return
+    lone_training().end()
     profile = progress().profile
     is_profiled = profile is not None and not profile.is_finished
     reporter().leave(keeps_horovod=bool(_world.process_sets) or is_profiled)

@@ -17,6 +17,7 @@ from tensorflow.python.eager import record
 from hvdkit import cluster
 from hvdkit.cluster import Group, progress
 from hvdkit.cluster.agreement import gather
+from hvdkit.cluster.lone_training import lone_training
 from hvdkit.collectives import tensors
 from hvdkit.collectives.batch_share import current_factor, times_share
 from hvdkit.collectives.call_checks import JOIN, SMALL_BYTES, Call, agree_on_call, attempt
@@ -43,6 +44,7 @@ class Collective:
         extra: returns further values that ``combine`` needs from each rank; called after ``check``.
         name: the user's name for it, or None.
         joinable: joined ranks need not take part.
+        combines: the results depend on the values of several ranks, unlike those of a broadcast.
     """
 
     kind: str
@@ -55,11 +57,14 @@ class Collective:
     extra: Callable[[], list[np.ndarray]] = list
     name: str | None = None
     joinable: bool = False
+    combines: bool = True
 
 
 def run(collective: Collective, values: Sequence[Any]) -> list[Any]:
     """Run a collective on ``values``; return results of the same kind: numbers, arrays or tensors."""
     inputs: Tensors = []
+    if collective.combines:
+        lone_training().is_combined = True
 
     def prepare() -> None:
         inputs.extend(as_tensor(x) for x in values)

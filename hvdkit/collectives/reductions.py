@@ -407,5 +407,6 @@ def broadcast(
         exchange=lambda inputs: [tensors.broadcast(inputs[0], int(root), tensors.PUBLIC, members)],
         gradient=lambda xs, ys, dys: [gradient(dy) for dy in dys],
         name=name,
+        combines=False,
     )
     return run(collective, [x])[0]

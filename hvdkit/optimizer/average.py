@@ -12,6 +12,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from hvdkit import cluster
+from hvdkit.cluster.lone_training import lone_training
 from hvdkit.collectives.batch_share import current_factor, times_share, within_share
 from hvdkit.collectives.call_checks import Call, agree_on_call, attempt
 from hvdkit.collectives.conversion import as_tensor, graph_safe
@@ -160,6 +161,7 @@ def agree_on(prepare: Callable[[], PlacedGradients], averaging: Averaging, *, co
         CollectiveMismatchError: in eager mode, ranks differ, or ``prepare`` or a check failed on another rank.
     """
     prepared: list[PlacedGradients] = []
+    lone_training().is_combined = True
 
     def check() -> None:
         prepared.append(prepare())

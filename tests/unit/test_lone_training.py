@@ -1,0 +1,137 @@
+"""Ranks that train without combining gradients are noticed: in fit, in loops, at the end of the program."""
+
+from __future__ import annotations
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers.jobs import MPI, run
+
+from hvdkit.cluster.lone_training import LoneTraining
+
+X, Y = np.ones((64, 3), "float32"), np.ones((64, 1), "float32")
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """Return the reports, as a list that grows."""
+    found = []
+    logger = logging.getLogger("hvdkit")
+    monkeypatch.setattr(logger, "warning", lambda message, *values: found.append(message % values))
+    return found
+
+
+@pytest.fixture
+def watch():
+    watch = LoneTraining()
+    watch.begin(2)
+    yield watch
+    watch.is_combined = True  # ends the thread
+
+
+def compiled(**options):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", **options)
+    return model
+
+
+def loop(traced):
+    """Train in a function whose objects are gone at the end of the program."""
+    model, optimizer = compiled(), keras.optimizers.Adam()
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - y) ** 2)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    step = tf.function(step) if traced else step
+    for _ in range(2 if traced else 200):
+        step(X, Y)
+    return step
+
+
+def test_fit_is_reported_after_its_first_epoch(watch, lines):
+    class Epoch(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            assert epoch or not lines
+
+        def on_train_batch_end(self, batch, logs=None):
+            if self.params["epochs"] == 1000 and lines:
+                self.model.stop_training = True
+
+    compiled().fit(X, Y, epochs=1000, callbacks=[Epoch()], verbose=0)  # ends with the report
+    assert len(lines) == 1
+    assert "each of 2 ranks trains its own model" in lines[0] and "hk.fit" in lines[0]
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_loop_is_reported_at_the_end(watch, lines, traced):
+    kept = loop(traced)
+    watch.end()
+    watch.end()
+    assert len(lines) == 1 and kept
+
+
+def test_one_short_fit_is_reported_at_the_end(watch, lines):
+    model = compiled()
+    model.fit(X, Y, verbose=0)
+    watch.end()
+    assert len(lines) == 1 and model
+
+
+def test_programs_that_only_evaluate_or_that_combine_are_not_reported(lines, tmp_path):
+    """In a process of their own: at the end, models of other tests may still exist."""
+    code = f"""
+import keras, numpy as np
+from hvdkit.cluster.lone_training import LoneTraining
+X, Y = np.ones((64, 3), "float32"), np.ones((64, 1), "float32")
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+model.optimizer.iterations.assign(5)
+model.save({str(tmp_path / "model.keras")!r})
+watch = LoneTraining()
+watch.begin(2)
+loaded = keras.saving.load_model({str(tmp_path / "model.keras")!r})
+assert int(loaded.optimizer.iterations) == 5
+loaded.evaluate(X, Y, verbose=0)
+loaded.predict(X, verbose=0)
+watch.end()
+print("evaluated")
+watch.begin(2)
+watch.is_combined = True  # as hk.allreduce sets it
+loaded.fit(X, Y, epochs=2, verbose=0)
+watch.end()
+print("combined")
+watch.begin(2)
+loaded.fit(X, Y, epochs=2, verbose=0)
+watch.end()
+"""
+    output = run(code).output
+    before, _, after = output.partition("combined")
+    assert "evaluated" in before and "no gradients" not in before, output
+    assert "no gradients have been combined" in after, output
+
+
+def test_a_job_reports_it_on_every_rank_and_an_exchange_of_its_own_is_enough():
+    code = """
+import sys
+import hvdkit as hk
+hk.init()
+import keras, numpy as np
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+hk.broadcast_variables(model.variables)
+class Average(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.set_weights(hk.grouped_allreduce(self.model.get_weights()))
+callbacks = [Average()] if "CASE" == "averages" else []
+model.fit(np.ones((64, 3)), np.ones((64, 1)), epochs=2, callbacks=callbacks, verbose=0)
+print("done")
+"""
+    for case, expected in (("plain", 2), ("averages", 0)):
+        job = run(code.replace("CASE", case), MPI, 2)
+        assert job.code == 0 and job.output.count("done") == 2, job.output
+        assert job.output.count("no gradients have been combined") == expected, job.output
