@@ -5,8 +5,10 @@ In both cases the result has the collective's gradient, at every size and dtype.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,8 +62,27 @@ class Collective:
     combines: bool = True
 
 
+class _Refusal(threading.local):
+    active = False
+
+
+_refusal = _Refusal()
+
+
+@contextlib.contextmanager
+def refusing_collectives() -> Iterator[None]:
+    """Make collectives on this thread raise in this context, which only some of the ranks enter."""
+    before, _refusal.active = _refusal.active, True
+    try:
+        yield
+    finally:
+        _refusal.active = before
+
+
 def run(collective: Collective, values: Sequence[Any]) -> list[Any]:
     """Run a collective on ``values``; return results of the same kind: numbers, arrays or tensors."""
+    if _refusal.active:
+        raise HvdkitError(describe(collective.kind, "a call on one rank", "calls on all ranks", "call it elsewhere"))
     inputs: Tensors = []
     if collective.combines:
         lone_training().is_combined = True

@@ -164,6 +164,7 @@ class FitSession:
             report_end_of_data()
         average_moving_statistics(self.model)  # before they are evaluated, saved or exported
         self._compare_state()
+        self.steps.row_means.report()
         return self.metric_combiner.combine(logs)
 
     def _compare_state(self) -> None:

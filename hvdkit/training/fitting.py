@@ -18,6 +18,7 @@ from hvdkit.training.global_batch_shares import GlobalBatchShares
 from hvdkit.training.inputs import DataPair, FitData, prepare_data
 from hvdkit.training.keras_callbacks import CallbackList
 from hvdkit.training.model_optimizers import warn_of_repeated_rows
+from hvdkit.training.source_checks import warn_of_sums
 
 
 def fit(
@@ -150,6 +151,7 @@ def fit(
     session = FitSession.of(model, may_be_empty=may_be_empty)
     warn_of_repeated_rows(model)
     warn_of_local_statistics(model)
+    warn_of_sums(model)
     if logdir is not None:
         position = shares.position if isinstance(shares, GlobalBatchShares) else None
         callbacks = [SupervisorCallback(logdir, data=position, save_epochs=True), *tree.flatten(callbacks or [])]

@@ -3,7 +3,7 @@
 On rank r, a step computes the loss L_r of its n_r rows of a global batch of b rows. Gradients are averaged so that the
 job minimizes sum_r (n_r / b) L_r, which is the global loss if L_r is a mean over rows. Other losses are multiplied:
 
-    sums:                                     L_r b / n_r
+    sums, also of vectors in ``add_loss``:    L_r b / n_r
     means over valid elements or weights:     L_r (V_r / V) (b / n_r),   V = sum_r V_r
 
 with V_r the number of this rank's valid (unmasked) elements, or the sum of its weights. V needs one small allreduce.
@@ -11,6 +11,7 @@ with V_r the number of this rank's valid (unmasked) elements, or the sum of its 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -45,20 +46,29 @@ def check_loss(loss: Any) -> None:
         raise HvdkitError(describe("loss", got, "Keras's own reduction", "override call instead of __call__"))
 
 
-def rescaled(loss: Any) -> Any:
-    """Rescale ``loss`` so that the ranks' losses add up to that of one process; means over rows are unchanged."""
+Observer = Callable[[keras.losses.Loss, Any, Any, Any], None]
+
+
+def rescaled(loss: Any, observe: Observer) -> Any:
+    """Rescale ``loss`` so that the ranks' losses add up to that of one process; means over rows are unchanged.
+
+    Args:
+        loss: a Keras loss; anything else is returned.
+        observe: called with the loss, its arguments and its unreduced values.
+    """
     if not isinstance(loss, keras.losses.Loss) or type(loss).__call__ is not keras.losses.Loss.__call__:
         return loss
     check_loss(loss)
-    return _RescaledLoss(loss)
+    return _RescaledLoss(loss, observe)
 
 
 class _RescaledLoss(keras.losses.Loss):
     """A rescaled Keras loss for a step on a share. Delegates everything else to the loss."""
 
-    def __init__(self, loss: Any) -> None:
+    def __init__(self, loss: Any, observe: Observer) -> None:
         self.__dict__.update(vars(loss))
         self._loss = loss
+        self._observe = observe
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_loss"], name)
@@ -76,6 +86,7 @@ class _RescaledLoss(keras.losses.Loss):
                 for y in (y_pred, y_true)
             )
             values = loss.call(y_true, y_pred)
+            self._observe(loss, y_true, y_pred, values)
             masks = [mask for mask in (in_mask, get_keras_mask(values)) if mask is not None]
             mask = masks[0] & masks[1] if len(masks) == 2 else masks[0] if masks else None
             options = {"mask": mask, "reduction": loss.reduction, "dtype": loss.dtype}
@@ -84,6 +95,23 @@ class _RescaledLoss(keras.losses.Loss):
             if divisor is None and loss.reduction != "sum":
                 return value
             return value * tf.cast(_multiplier(divisor), value.dtype)
+
+
+def rescaled_vector(loss: Any, value: Any, rows: Any) -> Any:
+    """Return the sum ``value`` of a loss that a layer has added, as a part of the global sum.
+
+    Args:
+        loss: what was passed to ``add_loss``; a tensor with rows is a sum over them, and anything else a mean.
+        value: its sum.
+        rows: number of rows of this rank's share: an int, or a tensor.
+    """
+    shape = getattr(loss, "shape", None)
+    if shape is None or not tf.TensorShape(shape).rank:
+        return value
+    length = tf.TensorShape(shape)[0]
+    if length is not None and isinstance(rows, int) and length != rows:
+        return value
+    return value * tf.cast(_multiplier(None), value.dtype)
 
 
 def _divisor(values: tf.Tensor, sample_weight: Any, mask: Any, reduction: str) -> tf.Tensor | None:

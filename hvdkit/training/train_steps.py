@@ -15,14 +15,17 @@ import tensorflow as tf
 from keras.src import tree
 
 from hvdkit import cluster
+from hvdkit.cluster.logs import warn_once
 from hvdkit.collectives.batch_share import share_of_batch
 from hvdkit.collectives.conversion import graph_safe
+from hvdkit.errors import see
 from hvdkit.optimizer.batch_norm import synchronized_statistics
 from hvdkit.optimizer.rank_state import StateCombiner, state_of
 from hvdkit.sharding.shards import differs_by_rank
 from hvdkit.training.attribute_swap import swap_attributes
 from hvdkit.training.data_end import require_batch_on_every_rank
-from hvdkit.training.losses import rescaled
+from hvdkit.training.losses import rescaled, rescaled_vector
+from hvdkit.training.row_means import RowMeans
 from hvdkit.training.shares import number_of_rows
 
 Step = Callable[[Any], Any]
@@ -39,12 +42,14 @@ class ShareSteps:
 
     Attributes:
         last_factor: the factor of the last step; 1 before the first step.
+        row_means: tests of losses and metric functions.
         digests: the sum of the digests of all global batches since the session began; 0 for batches without digest.
     """
 
     def __init__(self, model: Any, on_new_variables: Callable[[], None], *, may_be_empty: bool) -> None:
         self._model, self._on_new_variables, self.may_be_empty = model, on_new_variables, may_be_empty
         self._traced: set[str] = set()
+        self.row_means = RowMeans()
         # Create variables here: a step that creates variables is traced twice.
         self.last_factor = tf.Variable(1.0, trainable=False, name="hvdkit_last_factor")
         self.digests = tf.Variable(0, trainable=False, dtype=tf.int64, name="hvdkit_digests")
@@ -59,7 +64,7 @@ class ShareSteps:
             factor = info.get("factor")
             self._create_variables(name, step, data, factor)
             state = StateCombiner(self._model, cluster.group(cluster.DATA)) if name == "train" else None
-            with self._restored_if_empty(factor), share_of_batch(factor), self._global_losses(factor):
+            with self._restored_if_empty(factor), share_of_batch(factor), self._global_losses(data, factor):
                 logs = step(data)
             if state is not None:
                 state.combine(factor)
@@ -94,6 +99,9 @@ class ShareSteps:
             yield
             return
         variables = self._batch_dependent_variables()
+        if not variables:
+            yield
+            return
         is_empty = tf.equal(factor, 0)
         values = tf.cond(
             is_empty,
@@ -103,9 +111,6 @@ class ShareSteps:
 
         def assign() -> tf.Tensor:
             for variable, value in zip(variables, values, strict=True):
-        if not variables:
-            yield
-            return
                 variable.assign(tf.ensure_shape(value, variable.shape))
             return tf.constant(True)
 
@@ -143,7 +148,7 @@ class ShareSteps:
     # ---- metrics ----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _global_losses(self, factor: Any) -> Iterator[None]:
+    def _global_losses(self, data: Any, factor: Any) -> Iterator[None]:
         """Rescale losses to parts of the global loss, and weight means of scalars (loss trackers) by rows."""
         if cluster.group(cluster.DATA).size == 1:
             yield
@@ -155,7 +160,8 @@ class ShareSteps:
                     stack.enter_context(swap_attributes(metric, update_state=_weighted_update(metric, factor)))
 
             def rescale() -> None:
-                flat = [each._replace(loss=rescaled(each.loss)) for each in losses._flat_losses]
+                observe = self.row_means.observe_loss
+                flat = [each._replace(loss=rescaled(each.loss, observe)) for each in losses._flat_losses]
                 stack.enter_context(swap_attributes(losses, _flat_losses=flat))
 
             def build(*args: Any, **kwargs: Any) -> None:
@@ -164,9 +170,17 @@ class ShareSteps:
                 rescale()
 
             weigh(_mean_metrics(self._model))
-            attributes = {k: v for k, v in vars(self._model).items() if k not in _COMPILED_LOSSES}
-            custom = {k: rescaled(v) for k, v in attributes.items() if isinstance(v, keras.losses.Loss)}
-            stack.enter_context(swap_attributes(self._model, **custom))
+            for layer in self._model._flatten_layers():
+                stack.enter_context(swap_attributes(layer, **self._rescaled_attributes(layer)))
+            aggregate = getattr(self._model, "_aggregate_additional_loss", None)  # Keras 3.6 and later
+            rows = number_of_rows(data)
+            if aggregate is not None:
+
+                def aggregate_rescaled(loss: Any) -> Any:
+                    return rescaled_vector(loss, aggregate(loss), rows)
+
+                stack.enter_context(swap_attributes(self._model, _aggregate_additional_loss=aggregate_rescaled))
+            stack.enter_context(self.row_means.observing_metrics(self._model._compile_metrics))
             losses = self._model._compile_loss
             if losses is not None and losses.built:
                 rescale()
@@ -174,6 +188,31 @@ class ShareSteps:
                 original_build = losses.build  # creates a Mean for each of several losses
                 stack.enter_context(swap_attributes(losses, build=build))
             yield
+            self._warn_of_added_losses()
+
+    def _rescaled_attributes(self, layer: Any) -> dict[str, Any]:
+        """Return the rescaled losses in attributes of ``layer``. Those of layers may have a value for each row."""
+        found: dict[str, Any] = {}
+        for name, value in vars(layer).items():
+            is_compiled = layer is self._model and name in _COMPILED_LOSSES
+            if not isinstance(value, keras.losses.Loss) or is_compiled:
+                continue
+            if layer is self._model or value.reduction not in (None, "none"):
+                found[name] = rescaled(value, self.row_means.observe_loss)
+        return found
+
+    def _warn_of_added_losses(self) -> None:
+        """Say on the chief, once for each layer, how numbers in ``add_loss`` are understood."""
+        for layer in self._model._flatten_layers() if cluster.is_chief() else ():
+            added = [loss for loss in getattr(layer, "_losses", ()) if len(getattr(loss, "shape", ())) == 0]
+            is_own = not type(layer).__module__.startswith(("keras.", "hvdkit."))
+            if added and is_own and layer.activity_regularizer is None:
+                page = see("pitfalls#losses-layers-and-random-numbers")
+                warn_once(
+                    f"add_loss of {layer.name!r}: taken as a mean over the rows of a step, so that N ranks "
+                    "minimize the mean over all; if it is a sum over rows, pass the vector of the rows' losses; if it "
+                    f"compares rows, compute it from hk.allgather of its inputs; {page}"
+                )
 
     def _record_step(self, info: dict[str, tf.Tensor]) -> None:
         if not info:
