@@ -8,7 +8,7 @@ the optimizer's first step. Later calls of ``fit`` and ``evaluate`` are intercep
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from hvdkit.collectives.batch_share import is_share, within_share
 from hvdkit.collectives.conversion import untracked_variable
 from hvdkit.collectives.digests import digest, digest_of_batch, tf_variable
 from hvdkit.collectives.weak_registry import Attached
-from hvdkit.errors import ClusterError
+from hvdkit.errors import ClusterError, CollectiveMismatchError, describe
 from hvdkit.optimizer.caller import locals_of
 from hvdkit.optimizer.rank_state import compare_state, digests_of, state_of
 from hvdkit.sharding.shards import differs_by_rank
@@ -41,6 +41,8 @@ _PATHS = {
     keras.callbacks.TensorBoard: "log_dir",
     keras.callbacks.BackupAndRestore: "backup_dir",
 }
+if hasattr(keras.callbacks, "OrbaxCheckpoint"):  # since Keras 3.14
+    _PATHS[keras.callbacks.OrbaxCheckpoint] = "directory"
 
 
 class _FitStart(NamedTuple):
@@ -60,8 +62,7 @@ def begin_fit(model: Any, optimizer: Any, group: cluster.Group | None) -> None:
     While the step is being traced, weights can still be changed. In eager mode, its forward pass has already run.
 
     Raises:
-        CollectiveMismatchError: the number of steps differs between ranks; or the weights differ, in eager mode or
-            with ``process_set``.
+        CollectiveMismatchError: as for :meth:`FitMonitor.begin`.
     """
     if cluster.size() == 1:
         return
@@ -147,6 +148,10 @@ class FitMonitor:
         Args:
             fit_locals: local variables of Keras's ``fit``.
             is_late: whether a forward pass has already used the weights.
+
+        Raises:
+            CollectiveMismatchError: the number of steps differs between ranks, or several ranks write the same files;
+                or the weights differ, in eager mode or with ``process_set``.
         """
         model, callbacks = self._model(), fit_locals.get("callbacks")
         assert model is not None
@@ -173,7 +178,7 @@ class FitMonitor:
             compare(steps, "fit: (steps per epoch, epochs)", "use hk.fit", ranks=exchange.ranks)
             if ranks[0].data is not None:
                 self.warn_of_equal_data([other.data for other in ranks], "arrays")
-            self._warn_of_paths(ranks)
+            _check_paths(ranks, exchange.ranks)
             self._warn_of_evaluations(ranks)
             weights_of_ranks = [other.weights for other in ranks]
             if len(set(weights_of_ranks)) > 1:
@@ -225,16 +230,6 @@ class FitMonitor:
                 f"fit: each of {number} ranks trains on the same {what}: an epoch is {number} passes over the data; "
                 "use hk.fit(model, ...), which divides each batch, or give each rank its own rows",
             )
-
-    def _warn_of_paths(self, ranks: list[_FitStart]) -> None:
-        for path, name in ranks[0].paths.items():
-            writers = [rank for rank, other in enumerate(ranks) if path in other.paths]
-            if len(writers) > 1:
-                self.warn(
-                    f"path {path}",
-                    f"fit: {name} writes {path!r} on {len(writers)} ranks at once; use hk.fit, which has the chief "
-                    "write, or pass hk.callbacks.on_chief(callback)",
-                )
 
     def _warn_of_evaluations(self, ranks: list[_FitStart]) -> None:
         if len({len(other.evaluated) for other in ranks}) > 1:  # an evaluation on the chief only
@@ -311,6 +306,17 @@ class _RankComparison(keras.callbacks.Callback):
             _REMEDY,
             show=lambda *_: ("different weights, although they were equal before", "equal ones"),
         )
+
+
+def _check_paths(starts: list[_FitStart], ranks: Sequence[int]) -> None:
+    """Raise on every rank if callbacks of several ranks write to the same path, which corrupts the files."""
+    for path, name in (pair for start in starts for pair in start.paths.items()):
+        writers = [rank for rank, start in zip(ranks, starts, strict=True) if path in start.paths]
+        if len(writers) > 1:
+            got = f"{name} that writes {path!r} on ranks {writers[0]} and {writers[1]}"
+            got += f" and {len(writers) - 2} more" * (len(writers) > 2)
+            remedy = "use hk.fit, which has the chief write, or pass hk.callbacks.on_chief(callback)"
+            raise CollectiveMismatchError(describe("callbacks", got, "one rank that writes to a path", remedy))
 
 
 def _slots(optimizer: Any) -> list[Any]:

@@ -29,8 +29,7 @@ def own(rank):
     return X[:8] + rank, Y[:8]
 
 
-@pytest.mark.core
-@pytest.mark.ranks(1, 2)
+@pytest.mark.contract
 def test_a_missing_broadcast_is_made_up_for(rank, size, capfd):
     model = model_of(hk.DistributedOptimizer(opts.SGD(0.1 + rank, momentum=0.9)), seed=rank)
     model.fit(*own(rank), batch_size=4, verbose=0)
@@ -59,6 +58,7 @@ class Slows(keras.callbacks.Callback):
         self.model.optimizer.learning_rate = 0.1 / (1 + hk.rank())
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(("callback", "words"), [(Stops, "stop_training"), (Slows, "learning rate")])
 def test_callbacks_that_decide_by_rank_are_an_error_on_every_rank(callback, words, rank, size):
     model = model_of(hk.DistributedOptimizer(opts.SGD(0.1)), seed=1)
@@ -66,6 +66,7 @@ def test_callbacks_that_decide_by_rank_are_an_error_on_every_rank(callback, word
         model.fit(*own(rank), batch_size=4, epochs=2, callbacks=[callback()], verbose=0)
 
 
+@pytest.mark.contract
 def test_steps_that_differ_are_an_error_on_every_rank(rank, size):
     model = model_of(hk.DistributedOptimizer(opts.SGD(0.1)), seed=1)
     x, y = X[: 8 + 4 * rank], Y[: 8 + 4 * rank]
@@ -73,6 +74,7 @@ def test_steps_that_differ_are_an_error_on_every_rank(rank, size):
         model.fit(x, y, batch_size=4, verbose=0)
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("averaged", [True, False])
 def test_local_logs_are_warned_about_once(averaged, rank, size, capfd):
     model = model_of(hk.DistributedOptimizer(opts.SGD(0.01)), seed=1)
@@ -88,6 +90,7 @@ def test_a_missing_broadcast_in_eager_mode_is_an_error(rank, size):
         model.fit(*own(rank), verbose=0)
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("which", ["BroadcastInitial", "MetricAverage", "Supervisor"])
 def test_an_optimizer_that_does_not_average_is_an_error_on_every_rank(which, rank, size, shared_path):
     callback = {
@@ -100,7 +103,7 @@ def test_an_optimizer_that_does_not_average_is_an_error_on_every_rank(which, ran
         model.fit(*own(rank), batch_size=4, callbacks=[callback], verbose=0)
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.contract
 def test_the_same_arrays_on_every_rank_are_warned_about(rank, size, capfd):
     model_of(hk.DistributedOptimizer(opts.SGD(0.1)), seed=1).fit(X, Y, batch_size=8, verbose=0)
     assert ("each of" in capfd.readouterr().err) == (rank == 0 and size > 1)
@@ -112,7 +115,8 @@ def dataset_of(x, y):
     return tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
 
 
-@pytest.mark.parametrize("options", [{"run_eagerly": True}, {"steps_per_execution": 2}], ids=str)
+@pytest.mark.contract
+@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}, {"steps_per_execution": 2}], ids=str)
 def test_the_same_datasets_on_every_rank_are_warned_about(options, rank, size, capfd):
     model = model_of(hk.DistributedOptimizer(opts.SGD(0.01)), seed=1, **options)
     model.fit(dataset_of(*own(rank)), verbose=0)
@@ -135,6 +139,7 @@ def test_a_dataset_is_read_once_per_epoch(rank, size):
     assert rows == [*range(8)] * 2
 
 
+@pytest.mark.contract
 def test_each_fit_is_compared(rank, size, capfd):
     model = model_of(hk.DistributedOptimizer(opts.SGD(0.1, momentum=0.9)), seed=1)
     model.fit(*own(rank), batch_size=4, verbose=0)
@@ -145,6 +150,8 @@ def test_each_fit_is_compared(rank, size, capfd):
     hk.compare_variables([*model.variables, *model.optimizer.variables])
     assert float(model.optimizer.learning_rate) == pytest.approx(0.1)
     assert ("before the first step" in capfd.readouterr().err) == (rank == 0 and size > 1)
+    if size == 1:
+        return
     with pytest.raises(hk.CollectiveMismatchError, match=r"stop_training.*hk\.fit"):
         model.fit(*own(rank), batch_size=4, epochs=2, callbacks=[Stops()], verbose=0)
     rows = 8 + 4 * rank
@@ -163,28 +170,32 @@ def test_plain_fit_after_hk_fit_is_compared(rank, size, capfd):
     hk.fit(model, X, Y, batch_size=8, verbose=0)
 
 
-def test_one_file_written_by_every_rank_is_warned_about_once(rank, shared_path, tmp_path, capfd):
-    def fits(path):
-        path.mkdir(exist_ok=True)
-        model = model_of(hk.DistributedOptimizer(opts.SGD(0.01)), seed=1)
-        for _ in range(2):
-            writers = [
-                keras.callbacks.ModelCheckpoint(path / "m.keras"),
-                keras.callbacks.BackupAndRestore(path / "backup"),
-                keras.callbacks.CSVLogger(path / "log.csv"),
-                keras.callbacks.TensorBoard(path / "board"),
-            ]
-            for callback in writers[:2]:  # their work is irrelevant here, and may fail
-                callback.on_epoch_end = callback.on_train_begin = callback.on_train_end = lambda *_, **__: None
-            model.fit(*own(rank), batch_size=4, verbose=0, callbacks=writers)
-        lines = [line for line in capfd.readouterr().err.splitlines() if "at once" in line]
-        return sorted(type(each).__name__ for each in writers for line in lines if type(each).__name__ in line)
+@pytest.mark.ranks(1, 2)
+def test_one_path_written_by_every_rank_is_an_error_before_anything_is_saved(rank, size, shared_path, tmp_path):
+    kinds = keras.callbacks
+    writers = {
+        "ModelCheckpoint": lambda path: kinds.ModelCheckpoint(path / "m.keras", save_freq=1),
+        "CSVLogger": lambda path: kinds.CSVLogger(path / "log.csv"),
+        "TensorBoard": lambda path: kinds.TensorBoard(path / "board"),
+        "BackupAndRestore": lambda path: kinds.BackupAndRestore(path / "backup", save_freq=1),
+    }
+    model = model_of(hk.DistributedOptimizer(opts.SGD(0.01)), seed=1)
+    for number, (name, make) in enumerate(writers.items()):
+        if number % 2 == 0:  # the first fit of a model, and later ones
+            model = model_of(hk.DistributedOptimizer(opts.SGD(0.01)), seed=1)
+        words = rf"^callbacks: got {name} that writes '.*' on ranks 0 and 1.*, expected one rank .*on_chief"
+        with raises_on_several(hk.CollectiveMismatchError, words):
+            model.fit(*own(rank), batch_size=4, verbose=0, callbacks=[make(shared_path)])
+        model.fit(*own(rank), batch_size=4, verbose=0, callbacks=[make(tmp_path / f"{rank}")])
+    hk.barrier()
+    if size > 1:
+        assert not [path for path in shared_path.rglob("*") if path.is_file() and path.stat().st_size]
+    model.fit(*own(rank), batch_size=4, verbose=0, callbacks=[hk.callbacks.on_chief(writers["CSVLogger"](shared_path))])
+    hk.barrier()
+    assert len((shared_path / "log.csv").read_text().splitlines()) == 2
 
-    every = ["BackupAndRestore", "CSVLogger", "ModelCheckpoint", "TensorBoard"]
-    assert fits(shared_path) == (every if rank == 0 else [])
-    assert fits(tmp_path / f"{rank}") == []
 
-
+@pytest.mark.contract
 def test_evaluations_of_own_rows_are_warned_about(rank, size, capfd):
     model = model_of(hk.DistributedOptimizer(opts.SGD(0.01)), seed=1)
 
