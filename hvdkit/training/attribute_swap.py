@@ -12,14 +12,19 @@ _MISSING = object()
 @contextlib.contextmanager
 def swap_attributes(target: Any, **attributes: Any) -> Iterator[None]:
     """Replace attributes of an instance, not of its class, and restore them on exit."""
-    before = {name: vars(target).get(name, _MISSING) for name in attributes}
-    for name, value in attributes.items():
-        object.__setattr__(target, name, value)  # bypass Keras's tracking
+    before = exchange_attributes(target, attributes)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is _MISSING:
-                object.__delattr__(target, name)
-            else:
-                object.__setattr__(target, name, value)
+        exchange_attributes(target, before)
+
+
+def exchange_attributes(target: Any, attributes: dict[str, Any]) -> dict[str, Any]:
+    """Replace attributes of an instance, and return the previous ones; call it with these to restore them."""
+    before = {name: vars(target).get(name, _MISSING) for name in attributes}
+    for name, value in attributes.items():
+        if value is not _MISSING:
+            object.__setattr__(target, name, value)  # bypass Keras's tracking
+        elif name in vars(target):
+            object.__delattr__(target, name)
+    return before

@@ -9,8 +9,9 @@ import keras
 
 from hvdkit.training.fit_session import FitSession, check_model
 from hvdkit.training.global_batch_shares import GlobalBatchShares
-from hvdkit.training.inputs import DataPair, FitData, prepare_data
+from hvdkit.training.inputs import DataPair, FitData, check_batch_size_of_model, prepare_data
 from hvdkit.training.keras_callbacks import CallbackList
+from hvdkit.training.own_methods import call_own, has_own, keras_method
 
 
 def evaluate(
@@ -56,10 +57,31 @@ def evaluate(
         [4.0, 2.0]
     """
 
+    arguments = dict(locals())
+    del arguments["model"]
+    if has_own(model, "evaluate"):
+        return call_own(model, "evaluate", _evaluate, evaluate, arguments)
+    return _evaluate(model, **arguments)
+
+
+def _evaluate(
+    model: keras.Model,
+    x: Any = None,
+    y: Any = None,
+    batch_size: int | None = None,
+    verbose: int | str = "auto",
+    sample_weight: Any = None,
+    steps: int | None = None,
+    callbacks: Any = None,
+    return_dict: bool = False,
+) -> Any:
+    """Evaluate a model with Keras's own ``evaluate``, on this rank's shares."""
+
     def build() -> DataPair:
         check_model(model)
         data = FitData(x=x, y=y, sample_weight=sample_weight, batch_size=batch_size, steps=steps)
         shares = data.shares()
+        check_batch_size_of_model(model, shares)
         if isinstance(shares, GlobalBatchShares):
             shares.check_labels(model)
         return shares, None
@@ -68,4 +90,6 @@ def evaluate(
     session = FitSession.of(model, may_be_empty=shares.may_be_empty)
     with session.running(shares):
         callback_list = CallbackList(callbacks, session, shares, verbose=verbose, epochs=1, steps=steps, trains=False)
-        return model.evaluate(shares, verbose=verbose, steps=steps, callbacks=callback_list, return_dict=return_dict)
+        return keras_method(model, "evaluate")(
+            shares, verbose=verbose, steps=steps, callbacks=callback_list, return_dict=return_dict
+        )

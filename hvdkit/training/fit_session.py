@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import contextvars
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -14,20 +15,26 @@ from hvdkit.cluster.agreement import gather
 from hvdkit.cluster.logs import get_logger, warn_once
 from hvdkit.collectives import broadcast_object
 from hvdkit.collectives.weak_registry import Attached
-from hvdkit.errors import ClusterError, describe
+from hvdkit.errors import ClusterError, HvdkitError, describe
 from hvdkit.layers import average_moving_statistics, synchronize_batch_normalization
 from hvdkit.optimizer.rank_state import compare_constants, compare_state, digests_of, state_of
-from hvdkit.sharding.shards import holding_of, is_seed_state
+from hvdkit.sharding.shards import holding_of, is_seed_state, shard_of
 from hvdkit.sharding.variables import broadcast_variables
 from hvdkit.training.atomic_saving import make_saving_atomic
-from hvdkit.training.attribute_swap import swap_attributes
+from hvdkit.training.attribute_swap import exchange_attributes, swap_attributes
 from hvdkit.training.data_end import report_end_of_data
 from hvdkit.training.losses import check_loss
 from hvdkit.training.metric_checks import MetricChecks
 from hvdkit.training.metric_combiner import MetricCombiner
-from hvdkit.training.model_optimizers import compare_optimizers, distribute_optimizers, optimizers_of
+from hvdkit.training.model_optimizers import (
+    compare_optimizers,
+    distribute_optimizers,
+    optimizers_of,
+    plain_optimizers_of,
+)
 from hvdkit.training.rank_seeds import global_generator, rank_seeds, spread_seeds
 from hvdkit.training.shares import Shares
+from hvdkit.training.strategies import leave_strategy
 from hvdkit.training.train_steps import ShareSteps, Step
 from hvdkit.watchdog.reporter import reporter
 
@@ -35,6 +42,35 @@ _FUNCTIONS = ("train_function", "test_function", "predict_function")
 # Attributes that the traced steps depend on.
 _COMPILED_ATTRIBUTES = ("_loss_tracker", "optimizer", "steps_per_execution", "run_eagerly", "_jit_compile")
 _STEP_METHODS = ("train_step", "test_step", "predict_step")
+# Methods that train, whose gradients every rank has to send; and those that look up rows of sharded tables.
+_TRAINING_METHODS = ("fit", "train_on_batch")
+_LOOKUP_METHODS = ("call", "evaluate", "predict", "test_on_batch", "predict_on_batch")
+
+
+# The name of a callback that runs on the chief only, while it runs.
+_ALONE: contextvars.ContextVar[str | None] = contextvars.ContextVar("alone", default=None)
+
+
+@contextlib.contextmanager
+def running_alone(callback: str | None) -> Iterator[None]:
+    """Run a callback; ``callback`` is its name if it runs on the chief only, else None."""
+    token = _ALONE.set(callback)
+    try:
+        yield
+    finally:
+        _ALONE.reset(token)
+
+
+def check_not_alone(call: str) -> None:
+    """Raise if a callback that runs on the chief only makes a ``call`` that every rank has to make.
+
+    Raises:
+        HvdkitError: the message names the callback.
+    """
+    if (callback := _ALONE.get()) is not None:
+        got = f"{callback}, which runs on the chief only, and calls {call}"
+        remedy = "pass it on every rank, without hk.callbacks.on_chief"
+        raise HvdkitError(describe("callbacks", got, "a callback on every rank", remedy))
 
 
 def check_model(model: Any) -> None:
@@ -44,7 +80,7 @@ def check_model(model: Any) -> None:
         raise TypeError(describe("model", type(model).__name__, "a Keras model", remedy))
     if not model.compiled:
         raise ValueError(describe("model", "one that is not compiled", "a compiled model", "call model.compile first"))
-    for loss in tree.flatten(model.loss):
+    for loss in tree.flatten(model.loss) if cluster.size() > 1 else ():
         if isinstance(loss, keras.losses.Loss):
             check_loss(loss)
 
@@ -64,6 +100,8 @@ class FitSession:
     """
 
     may_end_anywhere = False
+    _is_running = False
+    _is_active = False  # whether the model has the methods that run on shares
 
     def __init__(self, model: Any, *, may_be_empty: bool) -> None:
         self.model = model
@@ -73,8 +111,8 @@ class FitSession:
         self._dependencies = _dependencies(model)
         self.metric_combiner = MetricCombiner(model, lambda: float(self.steps.last_factor.numpy()))
         self.metric_checks = MetricChecks(model)
-        self._is_running = False
         self._is_compared = False
+        self._inactive: dict[str, Any] = {}  # the attributes that the model does not have now
 
     @classmethod
     def of(cls, model: Any, *, may_be_empty: bool) -> FitSession:
@@ -85,6 +123,7 @@ class FitSession:
                 session.steps.may_be_empty = True
                 object.__setattr__(model, "test_function", None)  # was traced without support for empty shares
             return session
+        leave_strategy(model, plain_optimizers_of(model))
         distribute_optimizers(model)
         synchronize_batch_normalization(model)
         make_saving_atomic(model)
@@ -113,10 +152,9 @@ class FitSession:
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
-        if self._is_running:
-            before = self.may_end_anywhere
-            yield
-            self.may_end_anywhere = before
+        if self._is_running:  # called by a callback
+            with self._nested():
+                yield
             return
         compare_optimizers(self.model)
         if not self._is_compared and cluster.size() > 1:
@@ -125,18 +163,20 @@ class FitSession:
         self._variables.broadcast_all()
         model, steps = self.model, self.steps
         steps.digests.assign(0)
-        attributes = {
+        self._inactive = {
             "train_step": steps.wrap("train", self._wrap_step(model.train_step)),
             "test_step": steps.wrap("test", self._wrap_step(model.test_step)),
             "predict_step": steps.wrap_predict(self._wrap_step(model.predict_step)),
+            "reset_metrics": self._reset_metrics(model.reset_metrics),
             "_get_metrics_result_or_logs": self._metrics_at_end,
             **self._functions,
         }
+        attributes = {}
         if cluster.size() > 1 and model.jit_compile:
             attributes["_jit_compile"] = False
             if cluster.is_chief() and not any(self._functions.values()):
                 get_logger().info("jit_compile: switched off for the model's steps: Horovod has no XLA kernels")
-        with swap_attributes(model, **attributes):
+        with swap_attributes(model, **attributes), self._active():
             self._is_running = True
             try:
                 yield
@@ -148,6 +188,86 @@ class FitSession:
             finally:
                 self._is_running = False
                 self._functions = {name: vars(model).get(name) for name in _FUNCTIONS}
+
+    @contextlib.contextmanager
+    def _active(self) -> Iterator[None]:
+        """Give the model the methods that run on shares."""
+        self._inactive = exchange_attributes(self.model, self._inactive)
+        self._is_active = True
+        try:
+            yield
+        finally:
+            self._is_active = False
+            self._inactive = exchange_attributes(self.model, self._inactive)
+
+    @contextlib.contextmanager
+    def _nested(self) -> Iterator[None]:
+        """Run a call of ``hk.evaluate`` or ``hk.predict`` by a callback."""
+        before = self.may_end_anywhere
+        with contextlib.nullcontext() if self._is_active else self._active():
+            yield
+        self.may_end_anywhere = before
+        self.metric_combiner.keep_on_first_rank()  # the metrics of the epoch go on from here, as in Keras
+
+    @contextlib.contextmanager
+    def as_in_keras(self, alone: str | None = None) -> Iterator[None]:
+        """Give the model its own methods back while a callback runs.
+
+        Args:
+            alone: the name of a callback that runs on the chief only; None for one that runs on every rank.
+        """
+        if not self._is_active:
+            yield
+            return
+        model, combiner = self.model, self.metric_combiner
+        self._inactive = exchange_attributes(model, self._inactive)
+        self._is_active = False
+        before = _dependencies(model), vars(model).get("train_function")
+        states: list[Any] = []  # of the metrics, before the callback resets them
+        reset = model.reset_metrics
+
+        def reset_metrics() -> None:
+            states.append(combiner.states())
+            reset()
+
+        try:
+            with swap_attributes(model, reset_metrics=reset_metrics, **self._refused(alone)):
+                yield
+        finally:
+            has_changed = not _same(before, (_dependencies(model), vars(model).get("train_function")))
+            self._inactive = exchange_attributes(model, self._inactive)
+            self._is_active = True
+        if states and alone is not None:
+            combiner.restore(states[0])
+        elif states:
+            combiner.keep_on_first_rank()
+        if has_changed:
+            self._build_again()
+
+    def _build_again(self) -> None:
+        """Build the functions again, after a callback has compiled the model or called ``make_train_function``."""
+        distribute_optimizers(self.model)
+        self._dependencies = _dependencies(self.model)
+        for name in _FUNCTIONS:
+            object.__setattr__(self.model, name, None)
+        self.model.make_train_function()
+
+    def _refused(self, alone: str | None) -> dict[str, Any]:
+        """Return replacements of the methods that need every rank, for a callback that runs on the chief only."""
+        if alone is None:
+            return {}
+        is_sharded = any(shard_of(v) is not None for v in self.model.variables)
+        names = (*_TRAINING_METHODS, *_LOOKUP_METHODS) if is_sharded else _TRAINING_METHODS
+        return {name: _refusal(name, alone, self.model.name) for name in names}
+
+    def _reset_metrics(self, reset: Callable[[], None]) -> Callable[[], None]:
+        """Wrap ``reset_metrics``: a metric that keeps its state has it on one rank, as states are summed over ranks."""
+
+        def reset_metrics() -> None:
+            reset()
+            self.metric_combiner.keep_on_first_rank()
+
+        return reset_metrics
 
     def _wrap_step(self, step: Step) -> Step:
         """Wrap a step of the model so that it uses this rank's random seeds and tests metrics."""
@@ -165,7 +285,7 @@ class FitSession:
         average_moving_statistics(self.model)  # before they are evaluated, saved or exported
         self._compare_state()
         self.steps.row_means.report()
-        return self.metric_combiner.combine(logs)
+        return self.metric_combiner.combine(logs, keeps_totals=True)
 
     def _compare_state(self) -> None:
         """Compare the variables that layers and steps update without a gradient."""
@@ -219,6 +339,22 @@ _SESSIONS: Attached[FitSession] = Attached("_hvdkit_session")
 def _dependencies(model: Any) -> tuple[Any, ...]:
     compiled = (getattr(model, name, None) for name in _COMPILED_ATTRIBUTES)
     return (*compiled, *(vars(model).get(name) for name in _STEP_METHODS))
+
+
+def _same(first: tuple[tuple[Any, ...], Any], second: tuple[tuple[Any, ...], Any]) -> bool:
+    pairs = zip((*first[0], first[1]), (*second[0], second[1]), strict=True)
+    return all(old is new for old, new in pairs)
+
+
+def _refusal(method: str, callback: str, model: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        name = "__call__" if method == "call" else method
+        got = f"{callback}, which runs on the chief only, and calls {model}.{name}"
+        what = "gradients are averaged" if method in _TRAINING_METHODS else "rows of sharded tables are looked up"
+        expected = f"a callback on every rank: {what} over all ranks"
+        raise HvdkitError(describe("callbacks", got, expected, "pass it on every rank, without hk.callbacks.on_chief"))
+
+    return refuse
 
 
 def warn_of_local_statistics(model: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 from hvdkit.callbacks import SupervisorCallback
 from hvdkit.data import GlobalBatches
 from hvdkit.errors import describe
+from hvdkit.training.attribute_swap import swap_attributes
 from hvdkit.training.fit_session import FitSession, check_model, warn_of_local_statistics
 from hvdkit.training.global_batch_shares import GlobalBatchShares
-from hvdkit.training.inputs import DataPair, FitData, prepare_data
+from hvdkit.training.inputs import DataPair, FitData, check_batch_size_of_model, prepare_data
 from hvdkit.training.keras_callbacks import CallbackList
 from hvdkit.training.model_optimizers import warn_of_repeated_rows
+from hvdkit.training.own_methods import call_own, has_own, keras_method
 from hvdkit.training.source_checks import warn_of_sums
 
 
@@ -61,7 +64,8 @@ def fit(
         verbose: as in Keras, but only the chief prints. "auto" is a progress bar in terminals and notebooks, otherwise
             a line per epoch.
         callbacks: Keras callbacks, the same list on every rank. Keras's callbacks that write files run on the chief and
-            may be passed on the chief only; all others run on every rank.
+            may be passed on the chief only; all others run on every rank. While one runs, the model has Keras's own
+            methods, so that it may call ``self.model.predict``.
         validation_split: fraction of arrays to hold out for validation, from their end.
         validation_data: ``(x, y)`` or ``(x, y, sample_weight)``, or what ``x`` may be.
         shuffle: False keeps the order of arrays.
@@ -98,6 +102,46 @@ def fit(
         [0.4096, 0.1678, 0.0687]
         >>> digest = hk.compare_variables(model.variables)  # equal on all ranks
     """
+    arguments = dict(locals())
+    del arguments["model"], arguments["logdir"]
+    if not has_own(model, "fit"):
+        return _fit(model, **arguments, logdir=logdir)
+    calls = 0
+
+    def run(model: keras.Model, **passed: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if logdir is not None and calls > 1:
+            got = f"one folder, and {type(model).__name__}.fit, which calls super().fit several times"
+            remedy = "leave it out, and pass a SupervisorCallback with its own folder to each"
+            raise ValueError(describe("logdir", got, "a folder for each training", remedy))
+        return _fit(model, **passed, logdir=logdir)
+
+    return call_own(model, "fit", run, fit, arguments)
+
+
+def _fit(
+    model: keras.Model,
+    x: Any = None,
+    y: Any = None,
+    batch_size: int | None = None,
+    epochs: int = 1,
+    verbose: int | str = "auto",
+    callbacks: Any = None,
+    validation_split: float = 0.0,
+    validation_data: Any = None,
+    shuffle: bool | str = True,
+    class_weight: dict[int, float] | None = None,
+    sample_weight: Any = None,
+    initial_epoch: int = 0,
+    steps_per_epoch: int | None = None,
+    validation_steps: int | None = None,
+    validation_batch_size: int | None = None,
+    validation_freq: int | Sequence[int] = 1,
+    *,
+    logdir: str | Path | None = None,
+) -> keras.callbacks.History:
+    """Train a model with Keras's own ``fit``, on this rank's shares."""
     weights = sorted(class_weight.items()) if isinstance(class_weight, dict) else class_weight
     call = (
         f"hk.fit(batch_size={batch_size}, epochs={epochs}, initial_epoch={initial_epoch}, "
@@ -105,6 +149,8 @@ def fit(
         f"validation_batch_size={validation_batch_size}, validation_freq={validation_freq}, shuffle={shuffle}, "
         f"validation_split={validation_split}, class_weight={weights})"
     )
+
+    validation_arguments: dict[str, Any] = {}
 
     def build() -> DataPair:
         check_model(model)
@@ -122,6 +168,7 @@ def fit(
             class_weight=class_weight,
             initial_epoch=initial_epoch,
         ).shares()
+        check_batch_size_of_model(model, training_shares)
         if isinstance(training_shares, GlobalBatchShares):
             training_shares.check_labels(model)
             training_shares.check_epochs(epochs)
@@ -134,14 +181,15 @@ def fit(
         if validation is None:
             return training_shares, None
         val_x, val_y, val_weight = data_adapter_utils.unpack_x_y_sample_weight(validation)
-        validation_shares = FitData(
+        validation_arguments.update(
             x=val_x,
             y=val_y,
             sample_weight=val_weight,
             batch_size=validation_batch_size or (None if isinstance(val_x, GlobalBatches) else batch_size),
-            steps=validation_steps,
-            argument="validation_data",
-        ).shares()
+        )
+        validation = FitData(**validation_arguments, steps=validation_steps, argument="validation_data")
+        validation_shares = validation.shares()
+        check_batch_size_of_model(model, validation_shares)
         if isinstance(validation_shares, GlobalBatchShares):
             validation_shares.check_labels(model)
         return training_shares, validation_shares
@@ -155,11 +203,11 @@ def fit(
     if logdir is not None:
         position = shares.position if isinstance(shares, GlobalBatchShares) else None
         callbacks = [SupervisorCallback(logdir, data=position, save_epochs=True), *tree.flatten(callbacks or [])]
-    with session.running(shares, validation_shares):
+    with session.running(shares, validation_shares), _validating_by(model, validation_arguments):
         callback_list = CallbackList(
             callbacks, session, shares, validation_shares, verbose=verbose, epochs=epochs, steps=steps_per_epoch
         )
-        return model.fit(
+        return keras_method(model, "fit")(
             shares,
             epochs=epochs,
             verbose=verbose,
@@ -170,3 +218,17 @@ def fit(
             validation_steps=validation_steps,
             validation_freq=validation_freq,
         )
+
+
+def _validating_by(model: keras.Model, arguments: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """Call the model's own ``evaluate``, if it has one, with the user's validation data, as Keras does."""
+    if not has_own(model, "evaluate") or not arguments:
+        return contextlib.nullcontext()
+    own = model.evaluate
+
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        # Keras passes the data again, and reads them from its iterator over the shares.
+        is_validation = kwargs.get("_use_cached_eval_dataset", False)
+        return own(**kwargs | arguments) if is_validation else own(*args, **kwargs)
+
+    return swap_attributes(model, evaluate=evaluate)

@@ -12,9 +12,7 @@ from typing import Any
 import tensorflow as tf
 from keras.src.trainers import data_adapters
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
-from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
-from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from tensorflow.python.eager import context
 
 from hvdkit import cluster
@@ -23,10 +21,12 @@ from hvdkit.data import GlobalBatches
 from hvdkit.data.division import division_of
 from hvdkit.data.files.source import FileSource
 from hvdkit.data.mixtures import Mixture
-from hvdkit.errors import HvdkitError, describe
+from hvdkit.errors import describe
 from hvdkit.training.array_shares import ArrayShares
+from hvdkit.training.fit_session import check_not_alone
 from hvdkit.training.global_batch_shares import GlobalBatchShares
 from hvdkit.training.shares import DataRank, Shares, first_tensor
+from hvdkit.training.strategies import check_no_scope
 
 DataPair = tuple[Shares, Shares | None]
 """Shares of the data, and of the validation data if there are any."""
@@ -57,7 +57,6 @@ class FitData:
 
         Raises:
             ValueError: Keras does not accept the data, or the global batch has fewer rows than there are ranks.
-            HvdkitError: the type of the data is not supported.
         """
         if isinstance(self.x, GlobalBatches):
             return self._global_batch_shares(self.x)
@@ -77,15 +76,12 @@ class FitData:
         if isinstance(inner, ArrayDataAdapter):
             self._check_rows(inner.batch_size, data_rank)
             return ArrayShares(inner, data_rank)
-        if isinstance(inner, (TFDatasetAdapter, PyDatasetAdapter, GeneratorDataAdapter)):
-            parts = division_of(self.x)
-            shares = Shares(inner, data_rank, may_start_mid_data=self.steps is not None, parts=parts)
-            if parts is None:
-                self._check_batched(inner.get_tf_dataset().element_spec, data_rank)
-            shares.get_tf_dataset()
-            return shares
-        remedy = "pass arrays, a batched tf.data.Dataset, a PyDataset or a generator"
-        raise HvdkitError(describe(self.argument, type(self.x).__name__, "data that hk.fit can divide", remedy))
+        parts = division_of(self.x)
+        shares = Shares(inner, data_rank, may_start_mid_data=self.steps is not None, parts=parts)
+        if parts is None and cluster.size() > 1:
+            self._check_batched(inner.get_tf_dataset().element_spec, data_rank)
+        shares.get_tf_dataset()
+        return shares
 
     def _global_batch_shares(self, batches: GlobalBatches) -> GlobalBatchShares:
         remedies = {
@@ -120,6 +116,28 @@ class FitData:
             self._check_rows(first.shape[0], data_rank)
 
 
+def check_batch_size_of_model(model: Any, shares: Shares) -> None:
+    """Check a model whose inputs have a fixed batch size, such as a stateful RNN: it has to be that of a rank's rows.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    size = shares.data_rank.size
+    inputs = getattr(model, "inputs", None) or ()
+    fixed = next((x.shape[0] for x in inputs if len(x.shape) and x.shape[0] is not None), None)
+    if size == 1 or fixed is None:
+        return
+    if isinstance(shares.inner, ArrayDataAdapter):
+        rows = shares.inner.batch_size
+    else:
+        rows = first_tensor(shares.inner.get_tf_dataset().element_spec).shape[0]
+    if rows is not None and rows != fixed * size:
+        got = f"inputs with the fixed batch size {fixed}, and global batches of {rows} rows"
+        expected = f"a model for the rows of one of {size} ranks"
+        remedy = "build it with batch_size=batch_size // hk.size(), with a batch_size that the number of ranks divides"
+        raise ValueError(describe("model", got, expected, remedy))
+
+
 def prepare_data(call: str, build: Callable[[], DataPair]) -> DataPair:
     """Return the result of ``build``, after comparing it between ranks. An error on one rank raises on all.
 
@@ -130,10 +148,13 @@ def prepare_data(call: str, build: Callable[[], DataPair]) -> DataPair:
     Raises:
         Exception: ``build`` failed on this rank.
         CollectiveMismatchError: ``build`` failed on another rank, or arguments or data differ between ranks.
+        HvdkitError: the caller is a callback that runs on the chief only.
     """
+    check_not_alone(call)
     built: list[DataPair] = []
 
     def build_and_describe() -> _DataDescription:
+        check_no_scope()
         built.append(pair := build())
         return _DataDescription(
             seed=context.global_seed(),

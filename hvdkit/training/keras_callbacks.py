@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras.src import tree
 from keras.src.utils import is_default
+from keras.src.utils.python_utils import pythonify_logs
 
 from hvdkit import cluster
 from hvdkit.callbacks.chief import is_on_chief
@@ -19,8 +22,9 @@ from hvdkit.errors import CollectiveMismatchError
 from hvdkit.machine.terminal import on_terminal
 from hvdkit.sharding.variables import compare_variables
 from hvdkit.training.data_end import report_end_of_data
-from hvdkit.training.fit_session import FitSession
-from hvdkit.training.model_optimizers import check_originals, optimizers_of
+from hvdkit.training.fit_session import FitSession, running_alone
+from hvdkit.training.model_optimizers import follow_originals, optimizers_of
+from hvdkit.training.row_gathering import gather_rows
 from hvdkit.training.shares import Shares
 
 # Callbacks that write files or connect to a server.
@@ -30,13 +34,15 @@ _WRITERS = (
     keras.callbacks.TensorBoard,
     keras.callbacks.BackupAndRestore,
     keras.callbacks.RemoteMonitor,
+    *filter(None, [getattr(keras.callbacks, "OrbaxCheckpoint", None)]),  # since Keras 3.14
 )
-_CHIEF_ONLY = (*_WRITERS, keras.callbacks.ProgbarLogger, keras.callbacks.History)  # may be passed on the chief only
+_DISPLAYS = (keras.callbacks.ProgbarLogger, keras.callbacks.History)
+_CHIEF_ONLY = (*_WRITERS, *_DISPLAYS)  # may be passed on the chief only
 
 
 def _reads_batch_logs(callback: Any) -> bool:
     """Return True if a callback reads the logs of training batches, which must then be combined over ranks."""
-    if isinstance(callback, (keras.callbacks.ProgbarLogger, keras.callbacks.History)):
+    if isinstance(callback, _DISPLAYS):
         return False
     if type(callback).__module__.startswith("hvdkit."):
         return False
@@ -47,21 +53,66 @@ def _reads_batch_logs(callback: Any) -> bool:
     return not (is_default(callback.on_batch_end) and is_default(callback.on_train_batch_end))
 
 
-def _compare_callbacks(callbacks: list[Any], begin: Callable[[], None]) -> bool:
-    """Call ``begin`` and compare the ranks' lists of callbacks; return whether any reads the logs of training batches.
+def _reads_outputs(callback: Any) -> bool:
+    """Return True if a callback may read the outputs of batches, which must then be gathered."""
+    return _may_raise(callback) and not (
+        is_default(callback.on_batch_end) and is_default(callback.on_predict_batch_end)
+    )
+
+
+def _global_output(output: Any, rows: np.ndarray) -> Any:
+    """Return the rows of an output of all ranks, as a tensor. Every rank must call it."""
+    is_composite = isinstance(output, (tf.RaggedTensor, tf.SparseTensor))
+    gathered = gather_rows(output if is_composite else output.numpy(), rows, keep=True)
+    return gathered if is_composite else tf.convert_to_tensor(gathered, output.dtype)
+
+
+def _is_alone(callback: Any) -> bool:
+    """Return True for a callback of the chief that other ranks do not have."""
+    return cluster.size() > 1 and (isinstance(callback, _WRITERS) or is_on_chief(callback))
+
+
+def _may_raise(callback: Any) -> bool:
+    """Return True for a callback with code of the user, which may raise an error on one rank only."""
+    is_own = not type(callback).__module__.startswith(("keras.", "hvdkit."))
+    return is_own or isinstance(callback, keras.callbacks.LambdaCallback)
+
+
+@dataclass(frozen=True)
+class _Needs:
+    """What the callbacks of a rank need."""
+
+    batch_logs: bool  # the logs of training batches, combined over ranks
+    outputs: bool  # the outputs of batches, gathered from all ranks
+    agreement: bool  # an exchange after each hook: they have code of the user, which may raise on one rank only
+
+    @classmethod
+    def of(cls, callbacks: list[Any]) -> _Needs:
+        return cls(
+            any(map(_reads_batch_logs, callbacks)), any(map(_reads_outputs, callbacks)), any(map(_may_raise, callbacks))
+        )
+
+
+def _compare_callbacks(callbacks: list[Any], begin: Callable[[], None]) -> _Needs:
+    """Call ``begin`` and compare the ranks' lists of callbacks; return what those of any rank need.
 
     Ranks may differ in callbacks that write or display on the chief.
     """
 
-    def describe_callbacks() -> tuple[list[str], bool]:
+    def describe_callbacks() -> tuple[list[str], _Needs]:
         begin()
         on_all_ranks = [c for c in callbacks if not (isinstance(c, _CHIEF_ONLY) or is_on_chief(c))]
-        return [type(c).__name__ for c in on_all_ranks], any(map(_reads_batch_logs, callbacks))
+        return [type(c).__name__ for c in on_all_ranks], _Needs.of(callbacks)
 
     ranks = gather(cluster.exchange(), "callbacks' set_model", describe_callbacks)
     remedy = "pass the same list on every rank, and hk.callbacks.on_chief(callback) for what runs on the chief only"
     compare([names for names, _ in ranks], "callbacks", remedy)
-    return any(reads_logs for _, reads_logs in ranks)
+    needs = [each for _, each in ranks]
+    return _Needs(
+        any(each.batch_logs for each in needs),
+        any(each.outputs for each in needs),
+        any(each.agreement for each in needs),
+    )
 
 
 def _local_verbose(verbose: Any) -> Any:
@@ -76,7 +127,8 @@ def _local_verbose(verbose: Any) -> Any:
 class CallbackList(keras.callbacks.CallbackList):
     """Keras's list of callbacks, which also compares ranks at the end of each epoch.
 
-    ``validation`` is evaluated after epochs; ``trains`` is False for evaluations and predictions.
+    While a callback runs, the model has Keras's own methods. ``validation`` is evaluated after epochs; ``trains`` is
+    False for evaluations and predictions.
     """
 
     def __init__(
@@ -99,23 +151,53 @@ class CallbackList(keras.callbacks.CallbackList):
         self._is_first_batch = self._is_first_update = True
 
         def begin() -> None:
-            super(CallbackList, self).__init__(
-                local_callbacks,
-                add_history=trains,
-                add_progbar=local_verbose != 0,
-                verbose=local_verbose,
-                epochs=epochs,
-                steps=steps or data.num_batches,
-                model=session.model,
-            )
+            with session.as_in_keras():
+                super(CallbackList, self).__init__(
+                    local_callbacks,
+                    add_history=trains,
+                    add_progbar=local_verbose != 0,
+                    verbose=local_verbose,
+                    epochs=epochs,
+                    steps=steps or data.num_batches,
+                    model=session.model,
+                )
 
-        self._combines_batch_logs = _compare_callbacks(all_callbacks, begin) and trains
+        needs = _compare_callbacks(all_callbacks, begin)
+        self._combines_batch_logs = needs.batch_logs and trains
+        self._reads_outputs, self._may_raise = needs.outputs, needs.agreement
         if self._combines_batch_logs:
             self._async_train = False  # an exchange in a thread could interleave with another one
 
+    # ---- calling ------------------------------------------------------------------------------------------------
+
+    def _call(self, hook: str, *args: Any) -> None:
+        """Call a hook of each callback; ``args`` ends with the logs, which they all share."""
+        *position, logs = args
+        options = {"logs": pythonify_logs(logs)}
+        for callback in self.callbacks:
+            if isinstance(callback, _DISPLAYS):
+                getattr(callback, hook)(*position, **options)
+                continue
+            alone = type(callback).__name__ if _is_alone(callback) else None
+            with running_alone(alone), self._session.as_in_keras(alone):
+                getattr(callback, hook)(*position, **options)
+        if self._may_raise:
+            follow_originals(self.model)
+
+    def _call_on_all_ranks(self, hook: str, *args: Any) -> None:
+        """Call a hook of each callback; an error on one rank raises on all ranks."""
+        if self._may_raise:
+            when = f"callbacks' {hook}" + (f" of epoch {args[0]}" if len(args) > 1 else "")
+            gather(cluster.exchange(), when, lambda: self._call(hook, *args))
+        else:
+            self._call(hook, *args)
+
+    # ---- training -----------------------------------------------------------------------------------------------
+
     def on_train_begin(self, logs: Any = None) -> None:
         """Call the callbacks, then broadcast the chief's variables, as a callback may have restored them."""
-        gather(cluster.exchange(), "callbacks' on_train_begin", lambda: super(CallbackList, self).on_train_begin(logs))
+        self._on_begin()
+        gather(cluster.exchange(), "callbacks' on_train_begin", lambda: self._call("on_train_begin", logs))
         self.model._initial_epoch = broadcast_object(self.model._initial_epoch)
         self._data.begin_training(self.model._initial_epoch)
         self._session.broadcast_again()
@@ -124,7 +206,11 @@ class CallbackList(keras.callbacks.CallbackList):
         """Call the callbacks; the first batch of the epoch will be compared."""
         self._is_first_batch = True
         self._session.may_end_anywhere = self._data.may_end_anywhere
-        super().on_epoch_begin(epoch, logs)
+        self._call_on_all_ranks("on_epoch_begin", epoch, logs)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Call the callbacks."""
+        self._call("on_train_batch_begin", batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Call the callbacks, after comparing the first global batch of an epoch between ranks."""
@@ -132,30 +218,87 @@ class CallbackList(keras.callbacks.CallbackList):
             self._compare_batch()
         if self._is_first_update:
             self._compare_weights()
-        if not self._combines_batch_logs:
+        if self._async_train:
             super().on_train_batch_end(batch, logs)
             return
+        if not self._combines_batch_logs:
+            self._call("on_train_batch_end", batch, logs)
+            return
         logs = self._session.metric_combiner.combine(logs)
-        when = f"on_train_batch_end of batch {batch}"
-        self._agree(when, lambda: super(CallbackList, self).on_train_batch_end(batch, logs))
+        self._agree(f"on_train_batch_end of batch {batch}", lambda: self._call("on_train_batch_end", batch, logs))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Call the callbacks. An error on one rank raises on all ranks, and either all ranks stop or none."""
+        if self._async_train:
+            self._flush_futures()
+        self._agree(f"on_epoch_end of epoch {epoch}", lambda: self._call("on_epoch_end", epoch, logs))
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Call the callbacks."""
+        if self._async_train:
+            self._flush_futures()
+        self._call_on_all_ranks("on_train_end", logs)
+        self._on_end()
+
+    # ---- evaluation and prediction ------------------------------------------------------------------------------
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Call the callbacks; the first batch of the evaluation will be compared."""
         self._is_first_batch = True
         self._session.may_end_anywhere = self._test_data is not None and self._test_data.may_end_anywhere
-        super().on_test_begin(logs)
+        self._on_begin()
+        self._call_on_all_ranks("on_test_begin", logs)
 
-    def on_predict_end(self, logs: Any = None) -> None:
-        """Call the callbacks, after the last batch on every rank."""
-        if self._data.may_end_anywhere:
-            report_end_of_data()
-        super().on_predict_end(logs)
+    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Call the callbacks."""
+        self._call("on_test_batch_begin", batch, logs)
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         """Call the callbacks, after comparing the first global batch between ranks."""
         if self._is_first_batch:
             self._compare_batch()
-        super().on_test_batch_end(batch, logs)
+        if self._async_test:
+            super().on_test_batch_end(batch, logs)
+        else:
+            self._call("on_test_batch_end", batch, logs)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """Call the callbacks."""
+        if self._async_test:
+            self._flush_futures()
+        self._call_on_all_ranks("on_test_end", logs)
+        self._on_end()
+
+    def on_predict_begin(self, logs: Any = None) -> None:
+        """Call the callbacks."""
+        self._on_begin()
+        self._call_on_all_ranks("on_predict_begin", logs)
+
+    def on_predict_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Call the callbacks."""
+        self._call("on_predict_batch_begin", batch, logs)
+
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Call the callbacks, with the outputs of the global batch if a callback reads them."""
+        outputs, rows = logs["outputs"]
+        if self._reads_outputs and cluster.size() > 1:
+            rows = np.asarray(rows)
+            outputs = tree.map_structure(lambda x: _global_output(x, rows), outputs)
+        if self._async_predict:
+            super().on_predict_batch_end(batch, {"outputs": outputs})
+        else:
+            self._call("on_predict_batch_end", batch, {"outputs": outputs})
+
+    def on_predict_end(self, logs: Any = None) -> None:
+        """Call the callbacks, after the last batch on every rank."""
+        if self._data.may_end_anywhere:
+            report_end_of_data()
+        if self._async_predict:
+            self._flush_futures()
+        self._call_on_all_ranks("on_predict_end", logs)
+        self._on_end()
+
+    # ---- comparisons --------------------------------------------------------------------------------------------
 
     def _compare_batch(self) -> None:
         """Compare the ranks' global batches, and check that the state of all metrics can be combined."""
@@ -168,15 +311,6 @@ class CallbackList(keras.callbacks.CallbackList):
         digests = gather(cluster.exchange(), "the first global batch", digest)
         remedy = "give shuffle(), random maps and splits of the dataset a seed, and every rank the same files"
         compare(digests, "x", remedy, show=lambda *_: ("a different first batch", "equal global batches"))
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Call the callbacks. An error on one rank raises on all ranks, and either all ranks stop or none."""
-
-        def call() -> None:
-            super(CallbackList, self).on_epoch_end(epoch, logs)
-            check_originals(self.model)
-
-        self._agree(f"on_epoch_end of epoch {epoch}", call)
 
     def _compare_weights(self) -> None:
         """Compare weights after the first update; they differ if an optimizer does not combine gradients."""

@@ -30,27 +30,49 @@ class MetricCombiner:
         self._model, self._factor = model, factor
         self._original = model._get_metrics_result_or_logs
 
-    def combine(self, logs: Any) -> Any:
+    def combine(self, logs: Any, *, keeps_totals: bool = False) -> Any:
         """Return the logs for Keras to report. Every rank must call it.
 
         Args:
             logs: the return value of the last step.
+            keeps_totals: leave the states of the job in the metrics, as in one process. Keras resets the metrics, or
+                has them reset, before the next step.
         """
         size, group = cluster.group(cluster.DATA).size, data_group()
         if size == 1 or not isinstance(logs, Mapping):
             return tree.map_structure(np.asarray, self._original(logs))
         variables = metric_states(self._model)
-        local = [np.asarray(v) for _, v in variables]
-        for (_, variable), total in zip(variables, grouped_allreduce(local, Sum, process_set=group), strict=True):
+        local = self.states()
+        values = [value for _, value in local]
+        for (_, variable), total in zip(variables, grouped_allreduce(values, Sum, process_set=group), strict=True):
             is_mean = getattr(variable, "aggregation", "sum") == "mean"
             variable.assign(total / size if is_mean else total)
         # Copy the values: a metric may return its variable, which is reset to the local value below.
         results = tree.map_structure(np.asarray, self._model.get_metrics_result())
-        for (_, variable), value in zip(variables, local, strict=True):
+        totals = self.states()
+        self.restore(local)
+        if set(logs) != set(results):
+            results = self._with_means(_flat(logs), self._model.get_metrics_result(), results, group)
+        if keeps_totals:
+            self.restore(totals)
+        return results
+
+    def states(self) -> list[tuple[Any, Any]]:
+        """Return the variables of the metrics with their values."""
+        return [(variable, np.asarray(variable)) for _, variable in metric_states(self._model)]
+
+    def restore(self, states: list[tuple[Any, Any]]) -> None:
+        """Set variables to values that :meth:`states` returned."""
+        for variable, value in states:
             variable.assign(value)
-        if set(logs) == set(results):
-            return results
-        return self._with_means(_flat(logs), self._model.get_metrics_result(), results, group)
+
+    def keep_on_first_rank(self) -> None:
+        """Zero the sums of all data ranks but the first, after all ranks got the states of the job."""
+        if cluster.group(cluster.DATA).index == 0:
+            return
+        for variable, value in self.states():
+            if getattr(variable, "aggregation", "sum") == "sum" and np.any(value):
+                variable.assign(np.zeros_like(value))
 
     def _with_means(self, logs: Logs, local_results: Logs, results: Logs, group: Group | None) -> dict[str, Any]:
         """Return the logs of the last step: combined results of metrics, and row-weighted means of other numbers."""

@@ -40,10 +40,19 @@ def distribute_optimizers(model: Any) -> None:
 
 def optimizers_of(model: Any) -> list[Any]:
     """Return the distinct distributed optimizers of a model."""
+    return [each for each in _all_optimizers(model) if isinstance(each, DistributedMixin)]
+
+
+def plain_optimizers_of(model: Any) -> list[Any]:
+    """Return the distinct optimizers of a model that are not distributed."""
+    return [each for each in _all_optimizers(model) if not isinstance(each, DistributedMixin)]
+
+
+def _all_optimizers(model: Any) -> list[Any]:
     optimizers: dict[int, Any] = {}
 
     def collect(value: Any) -> None:
-        if isinstance(value, DistributedMixin):
+        if isinstance(value, keras.optimizers.Optimizer):
             optimizers[id(value)] = value
         for item in _items(value):
             collect(item)
@@ -132,20 +141,18 @@ def _settings(optimizer: Any) -> _OptimizerSettings:
     return _OptimizerSettings(int(np.asarray(optimizer.iterations)), values)
 
 
-def check_originals(model: Any) -> None:
-    """Check that the user has not set the learning rate of an optimizer that a distributed copy replaces.
+def follow_originals(model: Any) -> None:
+    """Set the learning rate of distributed optimizers if the user has set that of the optimizer passed to ``compile``.
 
-    Raises:
-        ValueError: its learning rate has changed since it was copied.
+    The distributed optimizer is a copy, so that a callback which holds the original would have no effect.
     """
     for optimizer in optimizers_of(model):
         original = optimizer._hvdkit_original
-        if original is not None and _rate(original.optimizer) != original.rate:
-            got = f"a learning rate set on the {type(original.optimizer).__name__} that was passed to compile"
-            remedy = "set it on model.optimizer, which is the distributed copy"
-            raise ValueError(
-                describe("optimizer", got, "a learning rate set on the optimizer that trains the model", remedy)
-            )
+        if original is None or callable(getattr(original.optimizer, "_learning_rate", None)):  # a schedule
+            continue
+        if (rate := _rate(original.optimizer)) != original.rate:
+            optimizer.learning_rate = rate
+            optimizer._hvdkit_original = Original(original.optimizer, rate)
 
 
 def _rate(optimizer: Any) -> float:

@@ -6,20 +6,17 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import keras
-import numpy as np
 from keras.src import tree
 
 from hvdkit import cluster
-from hvdkit.cluster.agreement import gather
 from hvdkit.collectives.call_checks import Call, agree_on_call, attempt
 from hvdkit.errors import describe
 from hvdkit.training.fit_session import FitSession
-from hvdkit.training.inputs import DataPair, FitData, prepare_data
+from hvdkit.training.inputs import DataPair, FitData, check_batch_size_of_model, prepare_data
 from hvdkit.training.keras_callbacks import CallbackList
-from hvdkit.training.shares import DataRank, data_group
-
-_CHUNK_BYTES = 64 * 2**20
-"""Bytes of each rank's predictions per exchange."""
+from hvdkit.training.own_methods import call_own, has_own, keras_method
+from hvdkit.training.row_gathering import gather_rows, kind_of, number_of_local_rows
+from hvdkit.training.train_steps import OUTPUTS_REMEDY
 
 
 def predict(
@@ -45,11 +42,12 @@ def predict(
         gather: "all" returns all rows on every rank; "chief" returns them on the chief, and None on other ranks.
 
     Returns:
-        Arrays ``[rows, ...]`` in the order of the data, in the structure of the model's outputs.
+        Arrays ``[rows, ...]`` in the order of the data, in the structure of the model's outputs. As in Keras, strings
+            are arrays of bytes objects, and ragged and sparse outputs are RaggedTensors and SparseTensors.
 
     Raises:
         ValueError: ``gather`` is invalid; or as for ``hk.fit``.
-        TypeError: the model's outputs are not dense arrays.
+        TypeError: on several ranks, an output does not have one row for each example, such as a number per batch.
         CollectiveMismatchError, HvdkitError: as for ``hk.fit``.
 
     Examples:
@@ -63,67 +61,62 @@ def predict(
         ((100, 1), [4.0])
     """
 
+    arguments = dict(locals())
+    del arguments["model"], arguments["gather"]
+    if not has_own(model, "predict"):
+        return _predict(model, **arguments, gather=gather)
+    # The method may change what it gets from Keras, so every rank needs it.
+    outputs = call_own(model, "predict", _predict, predict, arguments)
+    return outputs if gather == "all" or cluster.is_chief() else None
+
+
+def _predict(
+    model: keras.Model,
+    x: Any,
+    batch_size: int | None = None,
+    verbose: int | str = "auto",
+    steps: int | None = None,
+    callbacks: Any = None,
+    *,
+    gather: str = "all",
+) -> Any:
+    """Predict with Keras's own ``predict``, on this rank's shares."""
+
     def build() -> DataPair:
         if gather not in ("all", "chief"):
             raise ValueError(describe("gather", gather, "'all' or 'chief'", "pass one of the two"))
-        return FitData(x=x, batch_size=batch_size, steps=steps).shares(), None
+        shares = FitData(x=x, batch_size=batch_size, steps=steps).shares()
+        check_batch_size_of_model(model, shares)
+        return shares, None
 
     shares, _ = prepare_data(f"hk.predict(batch_size={batch_size}, steps={steps}, gather={gather!r})", build)
     session = FitSession.of(model, may_be_empty=shares.may_be_empty)
     with session.running(shares):
         callback_list = CallbackList(callbacks, session, shares, verbose=verbose, epochs=1, steps=steps, trains=False)
-        outputs, rows = model.predict(shares, verbose=verbose, steps=steps, callbacks=callback_list)
-    _check_outputs(outputs, len(_row_numbers(rows, DataRank.local())))
+        outputs, rows = keras_method(model, "predict")(shares, verbose=verbose, steps=steps, callbacks=callback_list)
+    if cluster.size() == 1:
+        return outputs
+    _check_outputs(outputs, number_of_local_rows(rows))
     keep = gather == "all" or cluster.is_chief()
-    gathered = tree.map_structure(lambda local: _gather_rows(local, rows, keep=keep), outputs)
+    gathered = tree.map_structure(lambda local: gather_rows(local, rows, keep=keep), outputs)
     return gathered if keep else None
 
 
 def _check_outputs(outputs: Any, expected: int) -> None:
-    """Compare the outputs between ranks; they must be dense, with a row for each of ``expected`` examples."""
+    """Compare the outputs between ranks; they must have a row for each of ``expected`` examples."""
     call = Call("hk.predict's outputs")
 
     def check() -> None:
+        kinds: list[tuple[str, tuple[int, ...]]] = []
         for local in tree.flatten(outputs):
-            if not isinstance(local, np.ndarray) or not local.ndim or len(local) != expected:
+            kind = kind_of(local)
+            if kind is None or kind[1][0] != expected:
                 got = f"{type(local).__name__} of shape {getattr(local, 'shape', None)} on rank {cluster.rank()}"
-                remedy = "return dense tensors [rows, ...] from the model"
-                raise TypeError(describe("model's outputs", got, f"an array of {expected} rows", remedy))
-        call.dtypes = tuple(local.dtype.name for local in tree.flatten(outputs))
-        call.shapes = tuple(local.shape for local in tree.flatten(outputs))
+                raise TypeError(describe("model's outputs", got, f"{expected} rows", OUTPUTS_REMEDY))
+            kinds.append(kind)
+        call.dtypes = tuple(name for name, _ in kinds)
+        call.shapes = tuple(shape for _, shape in kinds)
         call.uneven = True
 
     call.problem = attempt(check)
     agree_on_call(call)
-
-
-def _gather_rows(local: np.ndarray, rows: np.ndarray, *, keep: bool) -> np.ndarray:
-    """Return the rows of all data ranks in the order of the data; none unless ``keep``. Every rank must call it."""
-    exchange = cluster.exchange(data_group())
-    flat = np.ascontiguousarray(local).reshape(-1).view(np.uint8)
-    lengths = gather(exchange, "bytes of hk.predict's outputs", lambda: flat.size)
-    parts = [np.empty(length if keep else 0, np.uint8) for length in lengths]
-    for start in range(0, max(lengths), _CHUNK_BYTES):
-        chunks = exchange.allgather_bytes(flat[start : start + _CHUNK_BYTES].tobytes())
-        for part, chunk in zip(parts, chunks, strict=True):
-            if keep:
-                part[start : start + len(chunk)] = np.frombuffer(chunk, np.uint8)
-    if not keep:
-        return local[:0]
-    ordered = np.empty((rows.sum(), *local.shape[1:]), local.dtype)
-    for index, part in enumerate(parts):
-        ordered[_row_numbers(rows, DataRank(index, len(parts)))] = part.view(local.dtype).reshape(-1, *local.shape[1:])
-    return ordered
-
-
-def _row_numbers(rows: np.ndarray, data_rank: DataRank) -> np.ndarray:
-    """Return which rows of the complete data a rank has, given the rows of each global batch.
-
-    Example:
-        >>> _row_numbers(np.array([4, 3]), DataRank(1, 2)).tolist()
-        [2, 3, 5, 6]
-    """
-    rows = rows.astype(np.int64)
-    first = np.cumsum(rows) - rows
-    start, end = data_rank.bounds(rows)
-    return np.concatenate(list(map(np.arange, first + start, first + end)))

@@ -79,7 +79,9 @@ def slice_tensor(x: Any, start: Any, end: Any) -> Any:
         size = tf.cast(end - start, tf.int64)[None]
         first = tf.cast(start, tf.int64)[None]
         rest = x.dense_shape[1:]
-        return tf.sparse.slice(x, tf.concat([first, tf.zeros_like(rest)], 0), tf.concat([size, rest], 0))
+        part = tf.sparse.slice(x, tf.concat([first, tf.zeros_like(rest)], 0), tf.concat([size, rest], 0))
+        part.set_shape([None, *x.shape[1:]])  # layers are built from the static shape
+        return part
     return x[start:end]
 
 

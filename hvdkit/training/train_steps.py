@@ -18,7 +18,7 @@ from hvdkit import cluster
 from hvdkit.cluster.logs import warn_once
 from hvdkit.collectives.batch_share import share_of_batch
 from hvdkit.collectives.conversion import graph_safe
-from hvdkit.errors import see
+from hvdkit.errors import describe, see
 from hvdkit.optimizer.batch_norm import synchronized_statistics
 from hvdkit.optimizer.rank_state import StateCombiner, state_of
 from hvdkit.sharding.shards import differs_by_rank
@@ -26,10 +26,11 @@ from hvdkit.training.attribute_swap import swap_attributes
 from hvdkit.training.data_end import require_batch_on_every_rank
 from hvdkit.training.losses import rescaled, rescaled_vector
 from hvdkit.training.row_means import RowMeans
-from hvdkit.training.shares import number_of_rows
+from hvdkit.training.shares import number_of_rows, slice_tensor
 
 Step = Callable[[Any], Any]
 _COMPILED_LOSSES = ("loss", "_compile_loss")
+OUTPUTS_REMEDY = "return tensors [rows, ...] from the model: hk.predict gathers the rows of all ranks"
 
 
 class ShareSteps:
@@ -82,10 +83,14 @@ class ShareSteps:
             data = require_batch_on_every_rank(data, info["rows"]) if "may_end_anywhere" in info else data
             self._create_variables("predict", step, data, None)
             outputs = step(data)
+            if cluster.size() > 1:
+                tree.map_structure(_check_output, outputs)
             if (factor := info.get("factor")) is not None:
                 has_rows = factor > 0
-                outputs = tree.map_structure(lambda x: x[: tf.where(has_rows, tf.shape(x)[0], 0)], outputs)
-            rows = info["rows"] if info else tf.cast(number_of_rows(data), tf.int32)
+                outputs = tree.map_structure(
+                    lambda x: slice_tensor(x, 0, tf.where(has_rows, number_of_rows(x), 0)), outputs
+                )
+            rows = info["rows"] if info else tf.zeros([], tf.int32)  # not needed on one rank
             return outputs, rows[None]
 
         return on_share
@@ -220,6 +225,13 @@ class ShareSteps:
         self.last_factor.assign(info.get("factor", 1.0))
         if "digest" in info:
             self.digests.assign_add(info["digest"])
+
+
+def _check_output(output: Any) -> None:
+    """Raise TypeError for an output of ``predict_step`` that is not rows."""
+    if output.shape.rank == 0:
+        got = f"a {output.dtype.name} scalar for each batch"
+        raise TypeError(describe("model's outputs", got, "a row for each example", OUTPUTS_REMEDY))
 
 
 def _is_complete(model: Any) -> bool:

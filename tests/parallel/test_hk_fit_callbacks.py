@@ -196,8 +196,8 @@ def test_metrics_whose_state_is_no_sum_are_refused(update, options, rng):
 def test_metrics_whose_state_does_not_begin_with_0_are_refused(rng):
     x, y = line(rng)
     metric = OwnMetric(lambda s, e: keras.ops.minimum(s, keras.ops.min(e)), first=1e9)
-    with pytest.raises(ValueError, match="metrics: got 'own'"):
-        hk.fit(dense(metrics=[metric])(), x, y, epochs=2, verbose=0, callbacks=[Ended()])
+    with raises_on_several(ValueError, "metrics: got 'own'"):
+        hk.fit(dense(metrics=[metric])(), x, y, epochs=2, verbose=0, callbacks=[Ended()] if hk.size() > 1 else [])
 
 
 @pytest.mark.parametrize("options", [{}, {"run_eagerly": True}], ids=str)
@@ -246,14 +246,6 @@ def test_a_stop_within_an_epoch_of_unknown_length_repeats_the_epoch(rng, shared_
     ported(dense("adam"), rows, epochs=2, logdir=folder, callbacks=[Stops(), epochs])
     ported(dense("adam"), rows, epochs=3, logdir=folder, callbacks=[epochs])
     assert epochs.begun == [1, 1, 2]
-
-
-def test_a_rate_set_on_the_optimizer_that_was_compiled_is_an_error(rng):
-    x, y = line(rng)
-    optimizer = keras.optimizers.SGD(0.1)
-    sets = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: setattr(optimizer, "learning_rate", 0.01))
-    with pytest.raises(ValueError, match=r"set it on model\.optimizer"):
-        hk.fit(dense(optimizer)(), x, y, verbose=0, callbacks=[sets])
 
 
 def test_dropout_differs_between_ranks_and_is_reproducible(rng):
