@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from hvdkit.training.fit_session import FitSession, check_model
+from hvdkit.training.fit_session import FitSession, check_model, check_not_alone
 from hvdkit.training.global_batch_shares import GlobalBatchShares
 from hvdkit.training.inputs import DataPair, FitData, check_batch_size_of_model, prepare_data
 from hvdkit.training.keras_callbacks import CallbackList
@@ -58,6 +58,7 @@ def evaluate(
     """
 
     arguments = dict(locals())
+    check_not_alone("hk.evaluate")
     del arguments["model"]
     if has_own(model, "evaluate"):
         return call_own(model, "evaluate", _evaluate, evaluate, arguments)

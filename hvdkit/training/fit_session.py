@@ -29,9 +29,11 @@ from hvdkit.training.metric_combiner import MetricCombiner
 from hvdkit.training.model_optimizers import (
     compare_optimizers,
     distribute_optimizers,
+    following_originals,
     optimizers_of,
     plain_optimizers_of,
 )
+from hvdkit.training.own_methods import as_plain
 from hvdkit.training.rank_seeds import global_generator, rank_seeds, spread_seeds
 from hvdkit.training.shares import Shares
 from hvdkit.training.strategies import leave_strategy
@@ -44,21 +46,11 @@ _COMPILED_ATTRIBUTES = ("_loss_tracker", "optimizer", "steps_per_execution", "ru
 _STEP_METHODS = ("train_step", "test_step", "predict_step")
 # Methods that train, whose gradients every rank has to send; and those that look up rows of sharded tables.
 _TRAINING_METHODS = ("fit", "train_on_batch")
-_LOOKUP_METHODS = ("call", "evaluate", "predict", "test_on_batch", "predict_on_batch")
+_LOOKUP_METHODS = ("evaluate", "predict", "test_on_batch", "predict_on_batch")
 
 
 # The name of a callback that runs on the chief only, while it runs.
 _ALONE: contextvars.ContextVar[str | None] = contextvars.ContextVar("alone", default=None)
-
-
-@contextlib.contextmanager
-def running_alone(callback: str | None) -> Iterator[None]:
-    """Run a callback; ``callback`` is its name if it runs on the chief only, else None."""
-    token = _ALONE.set(callback)
-    try:
-        yield
-    finally:
-        _ALONE.reset(token)
 
 
 def check_not_alone(call: str) -> None:
@@ -171,12 +163,12 @@ class FitSession:
             "_get_metrics_result_or_logs": self._metrics_at_end,
             **self._functions,
         }
-        attributes = {}
+        attributes = self._plain_methods()
         if cluster.size() > 1 and model.jit_compile:
             attributes["_jit_compile"] = False
             if cluster.is_chief() and not any(self._functions.values()):
                 get_logger().info("jit_compile: switched off for the model's steps: Horovod has no XLA kernels")
-        with swap_attributes(model, **attributes), self._active():
+        with swap_attributes(model, **attributes), following_originals(model), self._active():
             self._is_running = True
             try:
                 yield
@@ -209,21 +201,30 @@ class FitSession:
         self.may_end_anywhere = before
         self.metric_combiner.keep_on_first_rank()  # the metrics of the epoch go on from here, as in Keras
 
-    @contextlib.contextmanager
-    def as_in_keras(self, alone: str | None = None) -> Iterator[None]:
-        """Give the model its own methods back while a callback runs.
+    def _plain_methods(self) -> dict[str, Any]:
+        """Return replacements of methods that callbacks call, and that then run as in plain Keras."""
+        return {name: self._plain(name) for name in (*_TRAINING_METHODS, *_LOOKUP_METHODS)}
 
-        Args:
-            alone: the name of a callback that runs on the chief only; None for one that runs on every rank.
-        """
-        if not self._is_active:
-            yield
-            return
-        model, combiner = self.model, self.metric_combiner
+    def _plain(self, name: str) -> Callable[..., Any]:
+        method = getattr(self.model, name)
+
+        def plain(*args: Any, **kwargs: Any) -> Any:
+            if not self._is_active or kwargs.get("_use_cached_eval_dataset"):  # Keras's validation
+                return method(*args, **kwargs)
+            with self._as_in_keras(name):
+                return method(*args, **kwargs)
+
+        return as_plain(plain)
+
+    @contextlib.contextmanager
+    def _as_in_keras(self, name: str) -> Iterator[None]:
+        """Give the model its own steps back while a callback calls the method ``name``."""
+        model, combiner, alone = self.model, self.metric_combiner, _ALONE.get()
+        if alone is not None and (name in _TRAINING_METHODS or self.is_sharded()):
+            raise _refusal(name, alone, model.name)
+        states: list[Any] = []  # of the metrics, before the method resets them
         self._inactive = exchange_attributes(model, self._inactive)
         self._is_active = False
-        before = _dependencies(model), vars(model).get("train_function")
-        states: list[Any] = []  # of the metrics, before the callback resets them
         reset = model.reset_metrics
 
         def reset_metrics() -> None:
@@ -231,34 +232,34 @@ class FitSession:
             reset()
 
         try:
-            with swap_attributes(model, reset_metrics=reset_metrics, **self._refused(alone)):
+            with swap_attributes(model, reset_metrics=reset_metrics):
                 yield
         finally:
-            has_changed = not _same(before, (_dependencies(model), vars(model).get("train_function")))
             self._inactive = exchange_attributes(model, self._inactive)
             self._is_active = True
         if states and alone is not None:
             combiner.restore(states[0])
         elif states:
             combiner.keep_on_first_rank()
-        if has_changed:
-            self._build_again()
 
-    def _build_again(self) -> None:
-        """Build the functions again, after a callback has compiled the model or called ``make_train_function``."""
-        distribute_optimizers(self.model)
-        self._dependencies = _dependencies(self.model)
-        for name in _FUNCTIONS:
-            object.__setattr__(self.model, name, None)
-        self.model.make_train_function()
+    def is_sharded(self) -> bool:
+        """Return True if ranks hold different parts of the model."""
+        return any(shard_of(v) is not None for v in self.model.variables)
 
-    def _refused(self, alone: str | None) -> dict[str, Any]:
-        """Return replacements of the methods that need every rank, for a callback that runs on the chief only."""
-        if alone is None:
-            return {}
-        is_sharded = any(shard_of(v) is not None for v in self.model.variables)
-        names = (*_TRAINING_METHODS, *_LOOKUP_METHODS) if is_sharded else _TRAINING_METHODS
-        return {name: _refusal(name, alone, self.model.name) for name in names}
+    @contextlib.contextmanager
+    def running_alone(self, callback: str) -> Iterator[None]:
+        """Run a callback that runs on the chief only: refuse what needs every rank."""
+        token = _ALONE.set(callback)
+
+        def call(*_: Any, **__: Any) -> Any:
+            raise _refusal("__call__", callback, self.model.name)
+
+        attributes = {"call": call} if self.is_sharded() else {}
+        try:
+            with swap_attributes(self.model, **attributes):
+                yield
+        finally:
+            _ALONE.reset(token)
 
     def _reset_metrics(self, reset: Callable[[], None]) -> Callable[[], None]:
         """Wrap ``reset_metrics``: a metric that keeps its state has it on one rank, as states are summed over ranks."""
@@ -341,20 +342,11 @@ def _dependencies(model: Any) -> tuple[Any, ...]:
     return (*compiled, *(vars(model).get(name) for name in _STEP_METHODS))
 
 
-def _same(first: tuple[tuple[Any, ...], Any], second: tuple[tuple[Any, ...], Any]) -> bool:
-    pairs = zip((*first[0], first[1]), (*second[0], second[1]), strict=True)
-    return all(old is new for old, new in pairs)
-
-
-def _refusal(method: str, callback: str, model: str) -> Callable[..., Any]:
-    def refuse(*_: Any, **__: Any) -> Any:
-        name = "__call__" if method == "call" else method
-        got = f"{callback}, which runs on the chief only, and calls {model}.{name}"
-        what = "gradients are averaged" if method in _TRAINING_METHODS else "rows of sharded tables are looked up"
-        expected = f"a callback on every rank: {what} over all ranks"
-        raise HvdkitError(describe("callbacks", got, expected, "pass it on every rank, without hk.callbacks.on_chief"))
-
-    return refuse
+def _refusal(method: str, callback: str, model: str) -> HvdkitError:
+    got = f"{callback}, which runs on the chief only, and calls {model}.{method}"
+    what = "gradients are averaged" if method in _TRAINING_METHODS else "rows of sharded tables are looked up"
+    expected = f"a callback on every rank: {what} over all ranks"
+    return HvdkitError(describe("callbacks", got, expected, "pass it on every rank, without hk.callbacks.on_chief"))
 
 
 def warn_of_local_statistics(model: Any) -> None:

@@ -15,7 +15,7 @@ from hvdkit.callbacks import SupervisorCallback
 from hvdkit.data import GlobalBatches
 from hvdkit.errors import describe
 from hvdkit.training.attribute_swap import swap_attributes
-from hvdkit.training.fit_session import FitSession, check_model, warn_of_local_statistics
+from hvdkit.training.fit_session import FitSession, check_model, check_not_alone, warn_of_local_statistics
 from hvdkit.training.global_batch_shares import GlobalBatchShares
 from hvdkit.training.inputs import DataPair, FitData, check_batch_size_of_model, prepare_data
 from hvdkit.training.keras_callbacks import CallbackList
@@ -64,8 +64,8 @@ def fit(
         verbose: as in Keras, but only the chief prints. "auto" is a progress bar in terminals and notebooks, otherwise
             a line per epoch.
         callbacks: Keras callbacks, the same list on every rank. Keras's callbacks that write files run on the chief and
-            may be passed on the chief only; all others run on every rank. While one runs, the model has Keras's own
-            methods, so that it may call ``self.model.predict``.
+            may be passed on the chief only; all others run on every rank. They may call ``self.model.predict`` and
+            other methods of the model, which then run as in plain Keras.
         validation_split: fraction of arrays to hold out for validation, from their end.
         validation_data: ``(x, y)`` or ``(x, y, sample_weight)``, or what ``x`` may be.
         shuffle: False keeps the order of arrays.
@@ -103,6 +103,7 @@ def fit(
         >>> digest = hk.compare_variables(model.variables)  # equal on all ranks
     """
     arguments = dict(locals())
+    check_not_alone("hk.fit")
     del arguments["model"], arguments["logdir"]
     if not has_own(model, "fit"):
         return _fit(model, **arguments, logdir=logdir)

@@ -23,7 +23,6 @@ from hvdkit.data.files.source import FileSource
 from hvdkit.data.mixtures import Mixture
 from hvdkit.errors import describe
 from hvdkit.training.array_shares import ArrayShares
-from hvdkit.training.fit_session import check_not_alone
 from hvdkit.training.global_batch_shares import GlobalBatchShares
 from hvdkit.training.shares import DataRank, Shares, first_tensor
 from hvdkit.training.strategies import check_no_scope
@@ -117,7 +116,7 @@ class FitData:
 
 
 def check_batch_size_of_model(model: Any, shares: Shares) -> None:
-    """Check a model whose inputs have a fixed batch size, such as a stateful RNN: it has to be that of a rank's rows.
+    """Check a model with a fixed batch size, as stateful RNNs need: it has to be that of a rank's rows.
 
     Raises:
         ValueError: it is another one.
@@ -125,14 +124,14 @@ def check_batch_size_of_model(model: Any, shares: Shares) -> None:
     size = shares.data_rank.size
     inputs = getattr(model, "inputs", None) or ()
     fixed = next((x.shape[0] for x in inputs if len(x.shape) and x.shape[0] is not None), None)
-    if size == 1 or fixed is None:
+    if size == 1 or fixed is None or not any(getattr(each, "stateful", False) for each in model._flatten_layers()):
         return
     if isinstance(shares.inner, ArrayDataAdapter):
         rows = shares.inner.batch_size
     else:
         rows = first_tensor(shares.inner.get_tf_dataset().element_spec).shape[0]
     if rows is not None and rows != fixed * size:
-        got = f"inputs with the fixed batch size {fixed}, and global batches of {rows} rows"
+        got = f"stateful layers with the fixed batch size {fixed}, and global batches of {rows} rows"
         expected = f"a model for the rows of one of {size} ranks"
         remedy = "build it with batch_size=batch_size // hk.size(), with a batch_size that the number of ranks divides"
         raise ValueError(describe("model", got, expected, remedy))
@@ -148,9 +147,7 @@ def prepare_data(call: str, build: Callable[[], DataPair]) -> DataPair:
     Raises:
         Exception: ``build`` failed on this rank.
         CollectiveMismatchError: ``build`` failed on another rank, or arguments or data differ between ranks.
-        HvdkitError: the caller is a callback that runs on the chief only.
     """
-    check_not_alone(call)
     built: list[DataPair] = []
 
     def build_and_describe() -> _DataDescription:

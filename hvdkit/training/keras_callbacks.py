@@ -22,8 +22,8 @@ from hvdkit.errors import CollectiveMismatchError
 from hvdkit.machine.terminal import on_terminal
 from hvdkit.sharding.variables import compare_variables
 from hvdkit.training.data_end import report_end_of_data
-from hvdkit.training.fit_session import FitSession, running_alone
-from hvdkit.training.model_optimizers import follow_originals, optimizers_of
+from hvdkit.training.fit_session import FitSession
+from hvdkit.training.model_optimizers import optimizers_of
 from hvdkit.training.row_gathering import gather_rows
 from hvdkit.training.shares import Shares
 
@@ -127,7 +127,7 @@ def _local_verbose(verbose: Any) -> Any:
 class CallbackList(keras.callbacks.CallbackList):
     """Keras's list of callbacks, which also compares ranks at the end of each epoch.
 
-    While a callback runs, the model has Keras's own methods. ``validation`` is evaluated after epochs; ``trains`` is
+    ``validation`` is evaluated after epochs; ``trains`` is
     False for evaluations and predictions.
     """
 
@@ -151,17 +151,17 @@ class CallbackList(keras.callbacks.CallbackList):
         self._is_first_batch = self._is_first_update = True
 
         def begin() -> None:
-            with session.as_in_keras():
-                super(CallbackList, self).__init__(
-                    local_callbacks,
-                    add_history=trains,
-                    add_progbar=local_verbose != 0,
-                    verbose=local_verbose,
-                    epochs=epochs,
-                    steps=steps or data.num_batches,
-                    model=session.model,
-                )
+            super(CallbackList, self).__init__(
+                local_callbacks,
+                add_history=trains,
+                add_progbar=local_verbose != 0,
+                verbose=local_verbose,
+                epochs=epochs,
+                steps=steps or data.num_batches,
+                model=session.model,
+            )
 
+        self._alone = [callback for callback in local_callbacks if _is_alone(callback)]
         needs = _compare_callbacks(all_callbacks, begin)
         self._combines_batch_logs = needs.batch_logs and trains
         self._reads_outputs, self._may_raise = needs.outputs, needs.agreement
@@ -173,16 +173,13 @@ class CallbackList(keras.callbacks.CallbackList):
     def _call(self, hook: str, *args: Any) -> None:
         """Call a hook of each callback; ``args`` ends with the logs, which they all share."""
         *position, logs = args
-        options = {"logs": pythonify_logs(logs)}
+        logs = pythonify_logs(logs)
         for callback in self.callbacks:
-            if isinstance(callback, _DISPLAYS):
-                getattr(callback, hook)(*position, **options)
-                continue
-            alone = type(callback).__name__ if _is_alone(callback) else None
-            with running_alone(alone), self._session.as_in_keras(alone):
-                getattr(callback, hook)(*position, **options)
-        if self._may_raise:
-            follow_originals(self.model)
+            if self._alone and callback in self._alone:
+                with self._session.running_alone(type(callback).__name__):
+                    getattr(callback, hook)(*position, logs=logs)
+            else:
+                getattr(callback, hook)(*position, logs=logs)
 
     def _call_on_all_ranks(self, hook: str, *args: Any) -> None:
         """Call a hook of each callback; an error on one rank raises on all ranks."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -17,6 +18,7 @@ from hvdkit.errors import describe
 from hvdkit.optimizer.copies import Original
 from hvdkit.optimizer.distributed import distribute
 from hvdkit.optimizer.mixins import DistributedMixin
+from hvdkit.training.attribute_swap import swap_attributes
 
 _MAX_OPTIMIZERS = 64  # longer lists are assumed to contain something else
 
@@ -141,18 +143,44 @@ def _settings(optimizer: Any) -> _OptimizerSettings:
     return _OptimizerSettings(int(np.asarray(optimizer.iterations)), values)
 
 
-def follow_originals(model: Any) -> None:
-    """Set the learning rate of distributed optimizers if the user has set that of the optimizer passed to ``compile``.
+@contextlib.contextmanager
+def following_originals(model: Any) -> Iterator[None]:
+    """Let distributed optimizers follow the learning rate of the optimizers passed to ``compile``, which they replace.
 
-    The distributed optimizer is a copy, so that a callback which holds the original would have no effect.
+    A callback that holds the original would have no effect otherwise.
     """
-    for optimizer in optimizers_of(model):
-        original = optimizer._hvdkit_original
-        if original is None or callable(getattr(original.optimizer, "_learning_rate", None)):  # a schedule
-            continue
-        if (rate := _rate(original.optimizer)) != original.rate:
-            optimizer.learning_rate = rate
-            optimizer._hvdkit_original = Original(original.optimizer, rate)
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers_of(model):
+            if (variable := _rate_of_original(optimizer)) is not None:
+                stack.enter_context(swap_attributes(variable, assign=_followed(variable.assign, optimizer)))
+        yield
+
+
+def _rate_of_original(optimizer: Any) -> Any:
+    """Return the learning rate of the original as a variable, after copying it; None if there isn't one."""
+    if optimizer._hvdkit_original is None:
+        return None
+    original = optimizer._hvdkit_original.optimizer
+    variable = getattr(getattr(original, "inner_optimizer", original), "_learning_rate", None)
+    if not isinstance(variable, keras.Variable):  # a schedule or a function
+        return None
+    if _rate(original) != optimizer._hvdkit_original.rate:
+        _follow(optimizer, _rate(original))
+    return variable
+
+
+def _followed(assign: Callable[[Any], Any], optimizer: Any) -> Callable[[Any], Any]:
+    def assign_both(value: Any) -> Any:
+        result = assign(value)
+        _follow(optimizer, _rate(optimizer._hvdkit_original.optimizer))
+        return result
+
+    return assign_both
+
+
+def _follow(optimizer: Any, rate: float) -> None:
+    optimizer.learning_rate = rate
+    optimizer._hvdkit_original = Original(optimizer._hvdkit_original.optimizer, rate)
 
 
 def _rate(optimizer: Any) -> float:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.training.attribute_swap import swap_attributes
 
+_PLAIN_METHODS: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -33,7 +35,14 @@ def keras_method(model: keras.Model, name: str) -> Callable[..., Any]:
 def has_own(model: Any, name: str) -> bool:
     """Return True if a Keras model has a method of its own instead of Keras's ``name``."""
     is_keras = getattr(type(model), name, None) is getattr(TensorFlowTrainer, name)
-    return isinstance(model, keras.Model) and (not is_keras or name in vars(model))
+    own = vars(model).get(name) if isinstance(model, keras.Model) else None
+    return isinstance(model, keras.Model) and (not is_keras or (own is not None and own not in _PLAIN_METHODS))
+
+
+def as_plain(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a replacement of a model's method that is not the user's own; return it."""
+    _PLAIN_METHODS.add(method)
+    return method
 
 
 def call_own(model: Any, name: str, run: Callable[..., Any], function: Callable[..., Any], arguments: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src import tree
+from keras.src.backend.common.masking import get_keras_mask
 
 from hvdkit import cluster
 from hvdkit.cluster.logs import warn_once
@@ -162,7 +163,9 @@ class ShareSteps:
 
             def weigh(metrics: list[Any]) -> None:
                 for metric in metrics if factor is not None else ():
-                    stack.enter_context(swap_attributes(metric, update_state=_weighted_update(metric, factor)))
+                    is_function = isinstance(metric, keras.metrics.MeanMetricWrapper)
+                    wrap = _weighted_function if is_function else _weighted_update
+                    stack.enter_context(swap_attributes(metric, update_state=wrap(metric, factor)))
 
             def rescale() -> None:
                 observe = self.row_means.observe_loss
@@ -174,6 +177,14 @@ class ShareSteps:
                 weigh(losses.metrics)
                 rescale()
 
+            def build_metrics(*args: Any, **kwargs: Any) -> None:
+                original_build_metrics(*args, **kwargs)
+                weigh(_mean_metrics(self._model))
+
+            metrics = self._model._compile_metrics
+            if metrics is not None and not metrics.built:
+                original_build_metrics = metrics.build  # wraps each function in a Mean
+                stack.enter_context(swap_attributes(metrics, build=build_metrics))
             weigh(_mean_metrics(self._model))
             for layer in self._model._flatten_layers():
                 stack.enter_context(swap_attributes(layer, **self._rescaled_attributes(layer)))
@@ -241,15 +252,40 @@ def _is_complete(model: Any) -> bool:
 
 
 def _mean_metrics(model: Any) -> list[Any]:
-    """Return the metrics that average their inputs unchanged, such as loss trackers."""
+    """Return the metrics that average their inputs unchanged, such as loss trackers, or a function of the user."""
     means: dict[int, Any] = {}
     pending = list(model.metrics)
     while pending:
         metric = pending.pop()
-        if type(metric).update_state is keras.metrics.Mean.update_state:
+        is_mean = type(metric).update_state is keras.metrics.Mean.update_state
+        if is_mean or _is_own_function(metric):
             means[id(metric)] = metric
         pending.extend(getattr(metric, "_metrics", ()))
     return list(means.values())
+
+
+def _is_own_function(metric: Any) -> bool:
+    """Return True for a metric that averages the results of a function which is not Keras's."""
+    if type(metric).update_state is not keras.metrics.MeanMetricWrapper.update_state:
+        return False
+    function = metric._fn
+    return not (getattr(function, "__module__", None) or type(function).__module__).startswith("keras.")
+
+
+def _weighted_function(metric: Any, factor: tf.Tensor) -> Callable[..., None]:
+    """Return an update that weights a function's result by rows, if it is one number for the batch."""
+    update = metric.update_state
+
+    def update_state(y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        value = None
+        if sample_weight is None and get_keras_mask(y_pred) is None:
+            value = metric._fn(y_true, y_pred, **metric._fn_kwargs)
+        if value is None or len(value.shape):
+            update(y_true, y_pred, sample_weight=sample_weight)
+        else:
+            keras.metrics.Mean.update_state(metric, value, sample_weight=factor)
+
+    return update_state
 
 
 def _weighted_update(metric: Any, factor: tf.Tensor) -> Callable[..., None]:
