@@ -29,6 +29,18 @@ DEPTH = 100
 """Deepest nesting of a plain value; Python's own limit is 1,000 frames."""
 
 
+def most_files(entries: int) -> int:
+    """Return how many files a manifest may name in a folder with ``entries`` entries; some may be missing.
+
+    It bounds the comparison of parts with each other, which can take time in proportion to the square of their number.
+
+    Example:
+        >>> most_files(6)
+        1012
+    """
+    return 1000 + 2 * entries
+
+
 def manifest_bytes(files: int) -> int:
     """Return the largest size of a manifest in a folder of ``files`` files.
 

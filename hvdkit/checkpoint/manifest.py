@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from hvdkit._version import __version__
-from hvdkit.checkpoint.bounds import DIMENSIONS, RANKS, STEPS, TOTAL_BYTES, manifest_bytes
+from hvdkit.checkpoint.bounds import DIMENSIONS, RANKS, STEPS, TOTAL_BYTES, manifest_bytes, most_files
 from hvdkit.checkpoint.coverage import coverage_problem
 from hvdkit.checkpoint.files import read_bounded, read_errors, regular_size, write_text
 from hvdkit.checkpoint.schema import (
@@ -237,7 +237,8 @@ class Manifest:
             raise CheckpointError(
                 f"{folder}: is not a checkpoint: it has no {NAME}; pass a folder such as step-000001200"
             )
-        content = json_of(read_bounded(file, _most_bytes(folder)), file)
+        entries = _entries(folder)
+        content = json_of(read_bounded(file, manifest_bytes(entries)), file)
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             got = content.get("format") if isinstance(content, dict) else content
             raise CorruptCheckpointError(f"{file}: format: {FieldError(got, repr(FORMAT))}")
@@ -258,6 +259,8 @@ class Manifest:
         manifest.checksum = checksum
         if manifest.step != (step := step_of(folder)) and step is not None:
             raise CorruptCheckpointError(f"{file}: step: got {manifest.step}, expected {step}, as in the folder's name")
+        if len(manifest.files) > most_files(entries):
+            raise CorruptCheckpointError(f"{file}: names {len(manifest.files)} files, and its folder has {entries}")
         for problem in manifest.part_problems() if check_parts else ():
             raise CorruptCheckpointError(f"{file}: {problem}")
         return manifest
@@ -297,7 +300,9 @@ class Manifest:
         coverage_problems: dict[object, str | None] = {}  # by shape and partition
         for name, tensor in self.variables.items():
             problem = None
-            if tensor.kind == "sharded":
+            if len({part.file for part in tensor.parts}) < len(tensor.parts):  # also bounds the comparison of parts
+                problem = "has two parts in one file"
+            elif tensor.kind == "sharded":
                 key = (tensor.index_lengths, tuple(part.index for part in tensor.parts))
                 if key not in coverage_problems:  # slots are partitioned like their variable
                     coverage_problems[key] = coverage_problem(tensor)
@@ -376,9 +381,9 @@ class Manifest:
         return None
 
 
-def _most_bytes(folder: Path) -> int:
+def _entries(folder: Path) -> int:
     with read_errors(folder):
-        return manifest_bytes(sum(1 for _ in folder.iterdir()))
+        return sum(1 for _ in folder.iterdir())
 
 
 _UNCHANGED = ("step", "size", "values", "rank_values", "created", "versions")

@@ -102,6 +102,8 @@ FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
     "lies outside.*": lambda c: part(c).update(index=[[0, 7, 2]]),
     "in shard-00000-of-00002.safetensors and again in": lambda c: part(c).update(index=[[0, 7, 1], [0, 2, 1]]),
     "and again": lambda c: part(c).update(index=[[1, 7, 2], [0, 2, 1]]),
+    "has two parts in one file": lambda c: c["variables"]["table"]["parts"].extend(50 * [part(c)]),
+    "names 1503 files, and its folder has 4": lambda c: c["files"].update({f"f{i}": common(c) for i in range(1500)}),
     "is not covered: 2 of 14": lambda c: part(c).update(index=[[0, 6, 2], [0, 2, 1]]),
     "file: got 5": lambda c: part(c).update(file=5),
     "is in nowhere, which is not among the files": lambda c: part(c).update(file="nowhere"),
