@@ -26,6 +26,7 @@ from typing import NamedTuple
 from hvdkit._version import __version__
 from hvdkit.commands.parsing import parse
 from hvdkit.errors import HvdkitError, see
+from hvdkit.machine.terminal import printable
 
 
 class Command(NamedTuple):
@@ -217,5 +218,5 @@ def _help() -> str:
 
 def _fail(program: str, message: str) -> int:
     """Print one line on stderr and return the exit code of an error."""
-    print(f"{program}: {' '.join(message.split())}", file=sys.stderr)
+    print(f"{program}: {printable(' '.join(message.split()))}", file=sys.stderr)
     return 2

@@ -13,7 +13,7 @@ from tyro.conf import Positional, arg, subcommand
 
 from hvdkit.commands.progress_bar import byte_progress
 from hvdkit.errors import describe, integer
-from hvdkit.machine.terminal import aligned
+from hvdkit.machine.terminal import aligned, printable
 
 if TYPE_CHECKING:
     from hvdkit.data.files.formats import Format
@@ -93,7 +93,7 @@ class Report:
         rows = [
             ("files", f"{self.files:,} ({self.format}), {decimal(self.size)}"),
             ("rows", f"{self.rows:,}"),
-            ("columns", self.columns),
+            ("columns", printable(self.columns)),
             ("blocks", f"{self.blocks:,} of {self.block_rows:,} rows (median), at most {decimal(self.largest_block)}"),
             ("ranks", f"up to {self.ranks:,} read at most 10 % more than their part with shuffle='blocks'"),
         ]

@@ -114,6 +114,47 @@ def test_a_damaged_file_is_an_error_on_every_rank(shared_path, rank, size):
         hk.data.parquet(shared_path / ("missing" if rank == 0 else "2.parquet"))
 
 
+def test_bad_input_is_an_error_on_every_rank(shared_path):
+    """One rank finds what is wrong in a file, every rank what is wrong in a listing."""
+    for name in ("table", "fifo", "npy", "zlib", "cut", "int96"):
+        if hk.is_chief():
+            (shared_path / name).mkdir()
+    hk.barrier()
+    if hk.is_chief():
+        write_table = lambda path: pq.write_table(pa.table({"x": np.arange(4)}), path)  # noqa: E731
+        for name in ("table", "fifo"):
+            write_table(shared_path / name / "a.parquet")
+        (shared_path / "table" / "_delta_log").mkdir()
+        (shared_path / "table" / "_delta_log" / "0.json").write_text("{}")
+        os.mkfifo(shared_path / "fifo" / "b.parquet")
+        np.save(shared_path / "npy" / "a.npy", np.zeros(4))
+        header = (shared_path / "npy" / "a.npy").read_bytes().replace(b"(4,), }", b"(2**9,)}").replace(b"2**9", b"8**9")
+        (shared_path / "npy" / "b.npy").write_bytes(header)
+        with tf.io.TFRecordWriter(str(shared_path / "zlib" / "a"), "ZLIB") as file:
+            file.write(b"record")
+        (shared_path / "cut" / "a.csv").write_text("1,2\n3,4")
+        times = pa.array([1, 1001], pa.timestamp("ns"))
+        pq.write_table(
+            pa.table({"t": times}), shared_path / "int96" / "a.parquet", use_deprecated_int96_timestamps=True
+        )
+    hk.barrier()
+    ends = {"expect_final_newline": True}
+    for name, read, text in (
+        ("table", hk.data.parquet, "table, a table of Delta Lake"),
+        ("fifo", hk.data.parquet, r"b\.parquet, a FIFO"),
+        ("npy", hk.data.npy, r"b\.npy is not a whole"),
+        ("zlib", hk.data.tfrecord, "a is compressed with zlib"),
+        (
+            "cut",
+            lambda path: hk.data.delimited(path, {"x": "i8", "y": "i8"}, **ends),
+            r"a\.csv ends without a line end",
+        ),
+        ("int96", hk.data.parquet, r"column 't' of .*a\.parquet.* row 0 .* has nanoseconds"),
+    ):
+        with pytest.raises((hk.DataError, ValueError), match=text):
+            read(shared_path / name)
+
+
 def test_new_files_are_found_by_all_ranks_together(shared_path, rank, size):
     write(shared_path, files=3)
     later = [(shared_path / f"{i}.parquet", shared_path / f"_{i}.parquet") for i in (1, 2)]

@@ -15,12 +15,13 @@ import threading
 import time
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tensorflow as tf
-from helpers.cases import case
+import xxhash
 from helpers.data_files import COLUMNS, FORMATS, damage, write_tfrecord
 
 import hvdkit as hk
@@ -155,14 +156,12 @@ NAMES = ["a b", "a[1]", "é ü", "day=1", "new\nline", "what?", "st*r", "a::b", 
 NAMES.append(os.fsdecode(b"\xff"))
 
 
-def test_unusual_names(tmp_path):
-    for number, name in enumerate(NAMES):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        (folder / name).write_text("1,2\n3,4\n")
-        for paths in (folder / name, folder, f"{folder}/", f"{folder}/*") * 2:
-            with case(name=name, paths=paths):
-                assert hk.data.delimited(paths, TWO).examples == 2
+@pytest.mark.parametrize("name", NAMES)
+def test_unusual_names(name, tmp_path):
+    (tmp_path / name).write_text("1,2\n3,4\n")
+    for _ in range(2):
+        for paths in (tmp_path / name, tmp_path, f"{tmp_path}/", f"{tmp_path}/*"):
+            assert hk.data.delimited(paths, TWO).examples == 2
 
 
 def test_links_are_followed_to_files(tmp_path):
@@ -217,19 +216,34 @@ read("/a.csv")
     assert "DataError" in ended.stderr and "a.csv cannot be opened" in ended.stderr, ended.stderr
 
 
-def test_compressed_files_have_a_remedy(tmp_path):
-    plain = b"1,2\n" * 100
-    for name, data in (
-        ("gzip", gzip.compress(plain)),
-        ("bzip2", bz2.compress(plain)),
-        ("bzip2", bz2.compress(plain, 1)),
-        ("xz", lzma.compress(plain)),
-    ):
-        (tmp_path / "a").write_bytes(data)
-        for read in (hk.data.tfrecord, hk.data.criteo, lambda path: hk.data.delimited(path, TWO)):
-            expected = rf"a is compressed with {name}, .*decompress it with"
-            with case(name=name, read=read), pytest.raises(hk.DataError, match=expected):
-                read(tmp_path / "a")
+@pytest.mark.parametrize(
+    ("name", "compress"),
+    [
+        ("gzip", gzip.compress),
+        ("bzip2", bz2.compress),
+        ("bzip2", lambda data: bz2.compress(data, 1)),
+        ("xz", lzma.compress),
+    ],
+)
+def test_compressed_files_have_a_remedy(name, compress, tmp_path):
+    (tmp_path / "a").write_bytes(compress(b"1,2\n" * 100))
+    for read in (hk.data.tfrecord, hk.data.criteo, lambda path: hk.data.delimited(path, TWO)):
+        with pytest.raises(hk.DataError, match=rf"a is compressed with {name}, .*decompress it with"):
+            read(tmp_path / "a")
+
+
+def test_records_that_are_compressed_with_zlib_have_a_remedy(tmp_path):
+    for level in (0, 1, 6, 9):
+        options = tf.io.TFRecordOptions(compression_type="ZLIB", compression_level=level)
+        with tf.io.TFRecordWriter(str(tmp_path / "a"), options) as file:
+            file.write(b"record" * 1000)
+        for on_error in ("raise", "skip"):
+            with pytest.raises((hk.DataError, ValueError), match=r"a") as error:
+                hk.data.tfrecord(tmp_path / "a", on_error=on_error)
+            assert on_error == "skip" or "a is compressed with zlib, " in str(error.value)
+    (tmp_path / "a").write_bytes(b"x^2 is a parabola\n" * 10)
+    with pytest.raises(hk.DataError, match=r"a: record 0, .* has a damaged length"):
+        hk.data.tfrecord(tmp_path / "a")
 
 
 def test_arrays_of_other_kinds_are_refused(tmp_path):
@@ -240,25 +254,85 @@ def test_arrays_of_other_kinds_are_refused(tmp_path):
             hk.data.npy(tmp_path / name)
 
 
-def test_arguments_are_checked(tmp_path):
+def write_header(path, text, data=b"", version=1):
+    """Write a .npy file with a header of any text."""
+    length = len(text).to_bytes(2 if version == 1 else 4, "little")
+    path.write_bytes(b"\x93NUMPY" + bytes([version, 0]) + length + text + data)
+
+
+def test_headers_of_arrays_are_not_trusted(tmp_path, monkeypatch):
+    monkeypatch.setenv("HVDKIT_DATA_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "a.npy"
+    store = fsspec.filesystem("memory")
+    shapes = ("(2**70,)", f"({2**70},)", f"({2**60}, 0)", f"(0, {2**70})", f"(1, 0, {2**40})", "(-1,)", "(-2, -3)", "5")
+    shapes += (f"({2**32}, {2**32})", "(" + "1, " * 200 + ")", "(2, 'x')")
+    texts = [f"{{'descr': '<f8', 'fortran_order': False, 'shape': {shape}}}" for shape in shapes]
+    texts += [f"{{'descr': {each}, 'fortran_order': False, 'shape': (2,)}}" for each in ("'V0'", "'|O'", "'%%'", "[]")]
+    texts += ["", "{", "{}", "[" * 5000, "{'descr': '<f8'}", "{[]: 1}", "\xff", "\0", "-" * 9000 + "1", "1 if 2 else"]
+    headers = [(text.encode("latin1"), version) for text in texts for version in (1, 2)]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        for text, version in [*headers, (b"", 2)]:
+            write_header(path, text, bytes(32), version)
+            if text == b"":  # a length of 4 GB
+                path.write_bytes(b"\x93NUMPY\x02\x00" + b"\xff" * 4 + bytes(32))
+            store.pipe_file("/a.npy", path.read_bytes())
+            for url in (path, "memory://a.npy"):
+                with pytest.raises(hk.DataError, match=r"a\.npy (is not a whole|claims|has a single value)"):
+                    hk.data.npy(url)
+    finally:
+        store.rm("/a.npy")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17  # KiB
+
+
+def test_a_footer_that_claims_other_rows_is_named(tmp_path):
+    pq.write_table(pa.table({"x": np.arange(7)}), tmp_path / "a.parquet", row_group_size=1)
+    whole = (tmp_path / "a.parquet").read_bytes()
+    for old, new in ((b"\x16\x02", b"\x16\x04"), (b"\x16\x02", b"\x16\x01")):  # num_rows of a group: 1, then 2 or -1
+        damaged = 0
+        for place in [i for i in range(len(whole)) if whole.startswith(old, i)]:
+            (tmp_path / "a.parquet").write_bytes(whole[:place] + new + whole[place + 2 :])
+            try:
+                source = hk.data.parquet(tmp_path)
+                assert source.read(np.arange(source.examples))["x"].tolist() == [*range(7)]
+            except hk.DataError as error:
+                assert "a.parquet" in str(error)
+                damaged += "footer claims 2" in str(error) or "claims to have -1 rows" in str(error)
+        assert damaged
+
+
+def test_cached_offsets_are_not_trusted(tmp_path):
+    path = written(tmp_path, "delimited", range(50))
+    FORMATS["delimited"][1](path)
+    cache = cache_of(tmp_path)
+    good = cache.read_bytes()
+    header = json.loads(good[:4096])
+    whole = np.frombuffer(good[4096:], "<u8")
+    for forged in (whole * 2**50, whole[::-1], np.append(whole[:-1], 2**63).astype("<u8")):
+        header["checksum"] = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(forged).data)
+        cache.write_bytes(json.dumps(header).encode().ljust(4095) + b"\n" + forged.tobytes())
+        assert FORMATS["delimited"][1](path).examples == 50
+        assert cache.read_bytes() == good
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"columns": ["id"]}, TypeError),
+        ({"columns": {}}, TypeError),
+        ({"delimiter": ""}, ValueError),
+        ({"delimiter": "ab"}, ValueError),
+        ({"delimiter": 9}, ValueError),
+        ({"header_lines": -1}, ValueError),
+        ({"fill": {"y": 0}}, ValueError),
+    ],
+)
+def test_arguments_are_checked(options, error, tmp_path):
     (tmp_path / "a.csv").write_text("1,2\n")
-    for name, value, error in (
-        ("columns", ["id"], TypeError),
-        ("columns", {}, TypeError),
-        ("delimiter", "", ValueError),
-        ("delimiter", "ab", ValueError),
-        ("delimiter", 9, ValueError),
-        ("header_lines", -1, ValueError),
-        ("fill", {"y": 0}, ValueError),
-    ):
-        with case(name=name, value=value), pytest.raises(error, match=f"{name}: got"):
-            hk.data.delimited(tmp_path / "a.csv", **{"columns": TWO, name: value})
+    with pytest.raises(error, match=f"{next(iter(options))}: got"):
+        hk.data.delimited(tmp_path / "a.csv", **{"columns": TWO, **options})
     with pytest.raises(TypeError, match="columns: got id"):
         hk.data.parquet(tmp_path / "a.csv", "id")
-    for paths in (None, 5):
-        expected = rf"^paths: got {paths}, expected paths, or a sequence of them; pass e\.g\."
-        with case(paths=paths), pytest.raises(TypeError, match=expected):
-            hk.data.delimited(paths, TWO)
 
 
 # ---- files that change under the run ---------------------------------------------------------------------------------
@@ -317,16 +391,26 @@ def test_a_file_with_an_old_time_does_not_get_old_offsets(tmp_path):
     assert batch["id"].tolist() == [1, 33]
 
 
-def test_a_damaged_cache_is_replaced(tmp_path):
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[]" + b" " * 5000, b"\xff" * 9000, b'{"version": 9}'.ljust(4103), b"[" * 4096 + b" " * 8]
+)
+def test_a_damaged_cache_is_replaced(tmp_path, content):
     path = written(tmp_path, "delimited")
     FORMATS["delimited"][1](path)
     good = cache_of(tmp_path).read_bytes()
-    earlier = json.dumps({**json.loads(good[:4096]), "version": 1}).encode().ljust(4095) + b"\n" + good[4096:]
-    for content in (b"", b"{}", b"[]" + b" " * 5000, b"\xff" * 9000, b'{"version": 9}'.ljust(4103), earlier):
-        cache_of(tmp_path).write_bytes(content)
-        with case(content=content[:20]):
-            assert FORMATS["delimited"][1](path).examples == 100
-            assert cache_of(tmp_path).read_bytes() == good
+    cache_of(tmp_path).write_bytes(content)
+    assert FORMATS["delimited"][1](path).examples == 100
+    assert cache_of(tmp_path).read_bytes() == good
+
+
+def test_a_cache_of_another_version_is_replaced(tmp_path):
+    path = written(tmp_path, "delimited")
+    FORMATS["delimited"][1](path)
+    good = cache_of(tmp_path).read_bytes()
+    header = {**json.loads(good[:4096]), "version": 1}
+    cache_of(tmp_path).write_bytes(json.dumps(header).encode().ljust(4095) + b"\n" + good[4096:])
+    assert FORMATS["delimited"][1](path).examples == 100
+    assert cache_of(tmp_path).read_bytes() == good
 
 
 def test_several_writers_at_once(tmp_path):
@@ -412,3 +496,9 @@ def test_paths_may_be_a_generator(tmp_path):
         (tmp_path / f"{number}.csv").write_text(f"{number},1\n")
     source = hk.data.delimited((tmp_path / f"{number}.csv" for number in (2, 0, 1)), TWO)
     assert source.names == ["2.csv", "0.csv", "1.csv"] == source.listed_again().names
+
+
+@pytest.mark.parametrize("paths", [None, 5])
+def test_paths_of_another_type_are_an_error(paths):
+    with pytest.raises(TypeError, match=r"^paths: got (None|5), expected paths, or a sequence of them; pass e\.g\."):
+        hk.data.delimited(paths, TWO)

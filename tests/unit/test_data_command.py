@@ -56,6 +56,18 @@ def test_formats_are_recognized(tmp_path, capsys):
     assert "(array_record)" in capsys.readouterr().out
 
 
+def test_text_from_files_is_shown_escaped(tmp_path, capsys):
+    evil = "\x1b]0;title\x07"
+    pq.write_table(pa.table({f"a{evil}": [1], "é": [2]}), tmp_path / "a.parquet")
+    assert main(["data", "inspect", str(tmp_path / "a.parquet")]) == 0
+    shown = capsys.readouterr().out
+    assert "a\\x1b]0;title\\x07: int64, é: int64" in shown
+    (tmp_path / f"b{evil}.npy").write_bytes(b"\x93NUMPY\x01\x00\x02\x00{}")
+    assert main(["data", "inspect", str(tmp_path / f"b{evil}.npy")]) == 2
+    shown = capsys.readouterr().err
+    assert "b\\x1b]0;title\\x07.npy is not a whole .npy file" in shown and "\x1b" not in shown
+
+
 def test_index_keeps_the_offsets(tmp_path, capsys):
     (tmp_path / "a.tsv").write_text("1\t2\n" * 1000)
     assert main(["data", "index", str(tmp_path / "a.tsv")]) == 0

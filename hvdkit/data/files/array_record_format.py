@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader
 
-from hvdkit.data.files.formats import BlockRows, FileLayout
+from hvdkit.data.files.formats import BlockRows, FileLayout, require_rows
 from hvdkit.data.files.listing import File
 from hvdkit.data.files.records import BLOCK_BYTES, Parse, Parser, as_objects, in_places, rows_of_blocks
 from hvdkit.data.files.storage import OpenFile, opened_as
 from hvdkit.errors import DataError, describe
 
+_RECORDS_PER_BYTE = 2**16  # equal records, compressed
 _first_process: int | None = None  # the one that first read a file
 
 
@@ -35,7 +36,8 @@ class ArrayRecordFormat:
     def scan(self, file: File) -> FileLayout:
         _require_first_process()
         with opened_as(file, _reader) as reader:
-            return FileLayout(rows_of_blocks(reader.num_records(), file.size), "ArrayRecord", BLOCK_BYTES)
+            records = require_rows(file, reader.num_records(), per_byte=_RECORDS_PER_BYTE)
+            return FileLayout(rows_of_blocks(records, file.size), "ArrayRecord", BLOCK_BYTES)
 
     def load(self, file: File, layout: FileLayout, block: int) -> np.ndarray:
         return self.load_rows(file, layout, layout.rows_of(block))

@@ -8,8 +8,29 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from hvdkit.data.files.listing import File
+from hvdkit.errors import DataError
 
 OnError = Literal["raise", "skip"]
+_MOST_ROWS = 2**47  # of a file; those of 65,000 files can be counted
+
+
+def require_rows(file: File, rows: int, *, per_byte: int = 1) -> int:
+    """Return the number of rows that a file claims to have, if it can have so many.
+
+    What a file claims is trusted up to its real size, so that a forged header does not make a rank allocate more.
+
+    Args:
+        per_byte: The number of rows that a byte of the file can stand for: more than 1 if the format compresses rows.
+
+    Raises:
+        DataError: The number is negative or too high.
+    """
+    most = min(file.size * per_byte, _MOST_ROWS)
+    if not 0 <= rows <= most:
+        raise DataError(
+            f"{file.url} claims to have {rows} rows, but can have at most {most} with its {file.size} bytes"
+        )
+    return rows
 
 
 class FileLayout(NamedTuple):

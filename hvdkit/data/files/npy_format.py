@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import tokenize
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from hvdkit.data.aligned import aligned_empty
 from hvdkit.data.files.columns import taken
-from hvdkit.data.files.formats import BlockRows, FileLayout
+from hvdkit.data.files.filesystems import shown
+from hvdkit.data.files.formats import BlockRows, FileLayout, require_rows
 from hvdkit.data.files.listing import File
 from hvdkit.data.files.records import BLOCK_BYTES, read_pieces, rows_of_blocks
 from hvdkit.data.files.storage import OpenFile, opened_as
@@ -42,25 +43,64 @@ class NpyFormat:
         return taken(parts, rows)
 
 
+class _Header(NamedTuple):
+    """What the header of an array ``[n, ...]`` says, if the file has as many bytes."""
+
+    shape: tuple[int, ...]
+    is_fortran: bool
+    dtype: np.dtype
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of the array, in Python's integers, which do not wrap."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def _header_of(file: OpenFile) -> _Header:
+    """Read the header of a file.
+
+    Raises:
+        DataError: The file is no array ``[n, ...]``, or is shorter than its header claims.
+    """
+    url, size = file.file.url, file.file.size
+    if file.read(0, min(size, 4)) == b"PK\x03\x04":
+        raise DataError(f"{url} is an archive of arrays (.npz); save each with np.save")
+    try:
+        stream = file.stream()
+        version = np.lib.format.read_magic(stream)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        header = _Header(*read(stream), stream.tell())
+        if header.dtype.hasobject:
+            raise ValueError("it has Python objects")
+        if header.dtype.itemsize == 0:
+            raise ValueError(f"its values, {header.dtype}, have no bytes")
+        if any(each < 0 for each in header.shape):
+            raise ValueError(f"its shape is {header.shape}")
+        np.empty((0, *header.shape[1:]), header.dtype)  # raises if NumPy has no such arrays
+        if header.start + header.nbytes > size:
+            raise ValueError(f"it has {size} bytes instead of {header.start + header.nbytes}")
+    except DataError:
+        raise
+    except Exception as error:  # NumPy evaluates the text of the header
+        reason = error if isinstance(error, ValueError) else shown(error)
+        raise DataError(f"{url} is not a whole .npy file of numbers: {reason}") from error
+    if not header.shape:
+        raise DataError(f"{url} has a single value, expected an array [n, ...]")
+    for each in header.shape:  # with a 0 among them, the array is empty, however large they are
+        require_rows(file.file, each)
+    return header
+
+
 class _RemoteRows:
     """An array ``[n, ...]`` in a remote file, of which rows can be read."""
 
-    def __init__(self, file: OpenFile):
-        with file.for_library() as stream:
-            version = np.lib.format.read_magic(stream)
-            read_header = (
-                np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            )
-            self.shape, is_fortran, self.dtype = read_header(stream)
-            self._start = stream.tell()
-        if is_fortran and len(self.shape) > 1:
-            raise ValueError("its columns are contiguous, not its rows; save np.ascontiguousarray(array)")
-        if self.dtype.hasobject:
-            raise ValueError("it has Python objects")
-        self._file, self.ndim = file, len(self.shape)
-        self.nbytes = int(np.prod(self.shape)) * self.dtype.itemsize
-        if self._start + self.nbytes > file.file.size:
-            raise ValueError(f"it has {file.file.size} bytes instead of {self._start + self.nbytes}")
+    def __init__(self, file: OpenFile, header: _Header):
+        if header.is_fortran and len(header.shape) > 1:
+            problem = "its columns are contiguous, not its rows; save np.ascontiguousarray(array)"
+            raise DataError(f"{file.file.url} is not a whole .npy file of numbers: {problem}")
+        self._file, self._start = file, header.start
+        self.shape, self.dtype, self.nbytes = header.shape, header.dtype, header.nbytes
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -69,24 +109,26 @@ class _RemoteRows:
         """Return rows, ascending."""
         starts = self._start + rows * (self.nbytes // max(1, len(self)))
         pieces = read_pieces(self._file, starts, starts + self.nbytes // max(1, len(self)))
-        return np.frombuffer(b"".join(pieces), self.dtype).reshape(-1, *self.shape[1:])
+        return np.frombuffer(b"".join(pieces), self.dtype).reshape(len(rows), *self.shape[1:])
 
 
 class _Array:
     """An open .npy file; a local one is mapped into memory."""
 
     def __init__(self, file: OpenFile):
-        self._file, url, path = file, file.file.url, file.path
+        self._file = file
+        header = _header_of(file)
+        self.array: Any
+        if file.path is None:
+            self.array = _RemoteRows(file, header)
+            return
+        order: Literal["C", "F"] = "F" if header.is_fortran else "C"
+        self._start = header.start
         try:
-            self.array: Any = _RemoteRows(file) if path is None else np.load(path, mmap_mode="r")
-        except (ValueError, EOFError, tokenize.TokenError) as error:
-            raise DataError(f"{url} is not a whole .npy file of numbers: {error}") from error
-        if not isinstance(self.array, np.ndarray | _RemoteRows):
-            raise DataError(f"{url} is an archive of arrays (.npz); save each with np.save")
-        if self.array.ndim == 0:
-            raise DataError(f"{url} has a single value, expected an array [n, ...]")
-        if isinstance(self.array, np.memmap):
-            self.array, self._start = self.array.view(np.ndarray), self.array.offset
+            mapped = np.memmap(file.path, header.dtype, "r", header.start, header.shape, order)
+        except ValueError as error:
+            raise DataError(f"{file.file.url} is not a whole .npy file of numbers: {error}") from error
+        self.array = mapped.view(np.ndarray)
 
     def close(self) -> None:
         """Close the file; the map ends with its last array."""

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from hvdkit.data.files.columns import Ragged, kind_of, taken_columns, to_numpy
-from hvdkit.data.files.formats import BlockRows, FileLayout
+from hvdkit.data.files.formats import BlockRows, FileLayout, require_rows
 from hvdkit.data.files.listing import File
 from hvdkit.data.files.path_columns import columns_in
 from hvdkit.data.files.storage import OpenFile, opened_as
@@ -21,6 +21,7 @@ from hvdkit.errors import DataError, describe
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
 _INDEX_BYTES = 4  # at most, of each value in a dictionary; of the length of each text
 _MOST_TEXT_IN_LISTS = 2**31 - 1  # bytes in a row group: Arrow has more of them in several parts
+_ROWS_PER_BYTE = 2**31  # a run of equal values takes a few bytes
 _END = 8  # bytes: the length of the footer, and a magic number
 _SIGNATURE = 28  # bytes
 _PER_STRING = sys.getsizeof(b"") + 8  # bytes of Python's object, and of the reference to it
@@ -59,7 +60,9 @@ class ParquetFormat:
             leaves = _leaves(metadata.schema, names)
             _require_short_texts(file, metadata.schema, groups, leaves)
             largest = max((_memory(metadata.schema, group, leaves) for group in groups), default=0)
-            return FileLayout([group.num_rows for group in groups], kind, largest)
+            rows = [require_rows(file, group.num_rows, per_byte=_ROWS_PER_BYTE) for group in groups]
+            require_rows(file, sum(rows), per_byte=_ROWS_PER_BYTE)
+            return FileLayout(rows, kind, largest)
 
     def load(self, file: File, layout: FileLayout, block: int) -> dict[str, np.ndarray | Ragged]:
         with opened_as(file, _opened) as opened:
@@ -68,6 +71,10 @@ class ParquetFormat:
                 names = [name for name in names if name in opened.schema.names]
             table = opened.read(block, names)
             dates = [name for name in table.column_names if name in opened.int96]
+        for name in table.column_names:
+            if (found := len(table.column(name))) != layout.block_rows[block]:
+                claimed = f"{found} rows, but the footer claims {layout.block_rows[block]}"
+                raise DataError(f"column {name!r} of row group {block} of {file.url} has {claimed}")
         columns = {name: self._column(file, block, name, table.column(name)) for name in table.column_names}
         if dates:
             self._check_int96(file, block, table, dates)

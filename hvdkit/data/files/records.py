@@ -16,6 +16,7 @@ from hvdkit.data.files.listing import File
 from hvdkit.data.files.offsets import offsets_of
 from hvdkit.data.files.storage import OpenFile, opened
 from hvdkit.errors import DataError, describe
+from hvdkit.machine.terminal import printable
 
 BLOCK_BYTES = 2**20
 _LEAST_BLOCK_BYTES, _BLOCKS_OF_SMALL_FILE = 2**16, 64
@@ -141,7 +142,8 @@ class RecordFormat(ABC):
             damaged = offsets_of(file, f"{self.damage_key}, damaged", self._find_damaged).astype(np.int64)
         rows = rows_of_blocks(records - len(damaged), file.size)
         if (end := int(self._offsets_of(file)[-1])) < file.size:
-            get_logger().warning("on_error='skip': skipped %s from record %d, byte %d, on", file.url, records, end)
+            url = printable(file.url)
+            get_logger().warning("on_error='skip': skipped %s from record %d, byte %d, on", url, records, end)
             damaged = np.append(damaged, records)  # and those after it, whose number is not known
         return FileLayout(rows, self.kind, max(BLOCK_BYTES, file.size // max(1, records)), damaged)
 

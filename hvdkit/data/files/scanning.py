@@ -16,6 +16,7 @@ from hvdkit.data.files.formats import FileLayout, Format, OnError
 from hvdkit.data.files.listing import File, Paths, list_files, names_of
 from hvdkit.data.files.reading_ahead import in_threads
 from hvdkit.errors import DataError
+from hvdkit.machine.terminal import printable
 
 
 class ScannedFile(NamedTuple):
@@ -146,9 +147,9 @@ def _compare(arguments: Sequence[Mapping[str, str]]) -> None:
 
 def _report_skipped(file: File, layout: FileLayout) -> None:
     if layout.problem:
-        get_logger().warning("on_error='skip': skipped the file %s: %s", file.url, layout.problem)
+        get_logger().warning("on_error='skip': skipped the file %s", printable(f"{file.url}: {layout.problem}"))
     elif len(layout.damaged):
-        get_logger().warning("on_error='skip': skipped %d record(s) of %s", len(layout.damaged), file.url)
+        get_logger().warning("on_error='skip': skipped %d record(s) of %s", len(layout.damaged), printable(file.url))
 
 
 def _report_open(urls: Sequence[str]) -> None:
@@ -156,7 +157,7 @@ def _report_open(urls: Sequence[str]) -> None:
         others = f" and {len(urls) - 1} other file(s)" if len(urls) > 1 else ""
         get_logger().warning(
             "%s%s: the last line has no line end, and may be cut; expect_final_newline=True makes this an error",
-            urls[0],
+            printable(urls[0]),
             others,
         )
 

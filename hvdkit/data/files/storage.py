@@ -48,9 +48,12 @@ class OpenFile:
     def read(self, start: int, size: int) -> bytes:
         """Return ``size`` bytes from ``start`` on.
 
+        Memory is only allocated for bytes that the file has, whatever sizes it claims.
+
         Raises:
             DataError: The file ends before, or cannot be read.
         """
+        self._require(start, max(0, self.file.size - start), size)
         if self.path is None:
             data = remote_cache.read(self._filesystem, self._name, self.file, start, size)
         else:
@@ -105,11 +108,15 @@ class OpenFile:
 
     def for_library(self) -> Any:
         """Return a path, or a file object, for libraries that read files themselves."""
-        return self.path or _Raw(self)
+        return self.path or self.stream()
+
+    def stream(self) -> io.RawIOBase:
+        """Return a file object."""
+        return _Raw(self)
 
 
 class _Raw(io.RawIOBase):
-    """A remote file as Python's file object."""
+    """An open file as Python's file object, which allocates no more memory than the file has bytes."""
 
     def __init__(self, file: OpenFile):
         self._file, self._position = file, 0
@@ -125,11 +132,17 @@ class _Raw(io.RawIOBase):
         self._position = base + offset
         return self._position
 
-    def readinto(self, buffer: Any) -> int:
-        size = max(0, min(len(buffer), self._file.file.size - self._position))
-        buffer[:size] = self._file.read(self._position, size)
+    def read(self, size: int | None = -1) -> bytes:
+        rest = max(0, self._file.file.size - self._position)
+        size = rest if size is None or size < 0 else min(size, rest)
+        data = self._file.read(self._position, size)
         self._position += size
-        return size
+        return data
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
 
 
 def opened(file: File) -> AbstractContextManager[OpenFile]:

@@ -6,7 +6,9 @@ Source: tensorflow/core/lib/io/record_writer.h.
 
 from __future__ import annotations
 
+import contextlib
 import struct
+import zlib
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -20,6 +22,7 @@ from hvdkit.data.files.storage import OpenFile
 from hvdkit.errors import DataError
 
 _HEADER, _FOOTER = 12, 4  # bytes
+_ZLIB_BYTES = 4096  # of the start of a file, which are decompressed to recognize zlib
 T = TypeVar("T", int, np.ndarray)
 # Bytes that are read ahead to find the lengths of short records.
 _LEAST_AHEAD, _MOST_AHEAD = 2**12, 2**24
@@ -41,6 +44,7 @@ class TFRecordFormat(RecordFormat):
         """Return the offset of each record, and the end, from the lengths of all records."""
         url, size = file.file.url, file.file.size
         file.refuse_compressed()
+        _refuse_zlib(file)
         offsets, position, chunk, start, ahead = [0], 0, b"", 0, _LEAST_AHEAD
         while position < size:
             if position + _HEADER > start + len(chunk):
@@ -80,6 +84,17 @@ class TFRecordFormat(RecordFormat):
 def is_header(data: bytes) -> bool:
     """Return True if ``data`` begins like a TFRecord file."""
     return len(data) >= _HEADER and _masked(google_crc32c.value(data[:8])) == struct.unpack("<I", data[8:_HEADER])[0]
+
+
+def _refuse_zlib(file: OpenFile) -> None:
+    """Raise DataError for a file written with TensorFlow's option "ZLIB", whose start is no unusual one for text."""
+    start = file.read(0, min(file.file.size, _ZLIB_BYTES))
+    if is_header(start):
+        return
+    with contextlib.suppress(zlib.error):
+        if zlib.decompressobj().decompress(start):
+            problem = f"{file.file.url} is compressed with zlib, which has no access to single records"
+            raise DataError(f"{problem}; write it without TFRecordOptions(compression_type='ZLIB')")
 
 
 def _masked(crc: T) -> T:
