@@ -128,7 +128,7 @@ def test_bad_input_is_an_error_on_every_rank(shared_path):
         (shared_path / "table" / "_delta_log" / "0.json").write_text("{}")
         os.mkfifo(shared_path / "fifo" / "b.parquet")
         np.save(shared_path / "npy" / "a.npy", np.zeros(4))
-        header = (shared_path / "npy" / "a.npy").read_bytes().replace(b"(4,), }", b"(2**9,)}").replace(b"2**9", b"8**9")
+        header = (shared_path / "npy" / "a.npy").read_bytes().replace(b"(4,), }", b"(9,), }")
         (shared_path / "npy" / "b.npy").write_bytes(header)
         with tf.io.TFRecordWriter(str(shared_path / "zlib" / "a"), "ZLIB") as file:
             file.write(b"record")
