@@ -100,6 +100,7 @@ class FitSession:
         self._variables = VariableBroadcaster(model)
         self.steps = ShareSteps(model, self._variables.broadcast_new, may_be_empty=may_be_empty)
         self._functions: dict[str, Any] = dict.fromkeys(_FUNCTIONS)
+        self._built: dict[str, Any] = dict.fromkeys(_FUNCTIONS)  # the functions when a callback last called the model
         self._dependencies = _dependencies(model)
         self.metric_combiner = MetricCombiner(model, lambda: float(self.steps.last_factor.numpy()))
         self.metric_checks = MetricChecks(model)
@@ -223,6 +224,11 @@ class FitSession:
         if alone is not None and (name in _TRAINING_METHODS or self.is_sharded()):
             raise _refusal(name, alone, model.name)
         states: list[Any] = []  # of the metrics, before the method resets them
+        for function in _FUNCTIONS:
+            built = vars(model).get(function)
+            if built is not self._built[function]:  # again by a callback, which may have frozen layers
+                self._inactive[function] = None
+            self._built[function] = built
         self._inactive = exchange_attributes(model, self._inactive)
         self._is_active = False
         reset = model.reset_metrics
