@@ -5,6 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
 import hvdkit as hk
@@ -92,4 +95,22 @@ def test_files_are_closed_when_an_epoch_ends(tmp_path):
     next(batches)
     assert open_files(tmp_path) > 0
     assert len(list(batches)) == 29
+    assert open_files(tmp_path) == 0
+
+
+def test_parquet_files_are_closed_after_an_epoch_and_if_they_are_damaged(tmp_path):
+    for i in range(5):
+        pq.write_table(pa.table({"x": np.arange(8)}), tmp_path / f"{i}.parquet")
+    for _ in range(2):
+        assert sum(1 for _ in GlobalBatches(hk.data.parquet(tmp_path), 4, epochs=1, rank=0, size=1)) == 10
+    assert open_files(tmp_path) == 0
+    for path in tmp_path.iterdir():
+        path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(hk.HvdkitError, match="is not a whole Parquet file"):
+        GlobalBatches(hk.data.parquet(tmp_path), 4, epochs=1, rank=0, size=1)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    np.save(tmp_path / "a.npy", np.array([{}]), allow_pickle=True)
+    with pytest.raises(hk.HvdkitError, match="is not a whole"):
+        GlobalBatches(hk.data.npy(tmp_path / "a.npy"), 4, epochs=1, rank=0, size=1)
     assert open_files(tmp_path) == 0

@@ -216,6 +216,7 @@ class _Opened:
     """
 
     def __init__(self, file: OpenFile, unit: str):
+        self._open_file = file
         self._url = url = file.file.url
         ends = file.read(max(0, file.file.size - _END), min(file.file.size, _END))
         if ends.endswith(b"PARE"):
@@ -244,6 +245,7 @@ class _Opened:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+        self._open_file.close()
 
     def require_readable(self, names: Sequence[str]) -> None:
         """Raise DataError if some of the columns are encrypted."""

@@ -159,8 +159,13 @@ def opened_as(file: File, make: Callable[[OpenFile], C]) -> AbstractContextManag
     """
 
     def open_file() -> C:
+        opened = OpenFile(file)
         with naming_errors(file):
-            return make(OpenFile(file))
+            try:
+                return make(opened)
+            except BaseException:
+                opened.close()
+                raise
 
     return kept_open((file, make), open_file, lambda: _check(file))
 
