@@ -15,7 +15,7 @@ from helpers.speed import WAIT
 from hvdkit.supervisor.signals import ECHO_SECONDS, PREEMPTED, StopSignals
 
 HEAD = """
-import os, signal, sys, time
+import os, select, signal, sys, time
 from hvdkit.supervisor import signals
 from hvdkit.supervisor.signals import PREEMPTED, StopSignals
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's is ignored
@@ -39,7 +39,9 @@ with StopSignals() as stop:
 STUBBORN = """
 with SaidSignals() as stop:
     say('ready')
-    sys.stdin.readline()
+    # A signal just before the process begins to read would wait for the end of the read.
+    while not select.select([sys.stdin], [], [], 0.05)[0]:
+        pass
 say('went on')
 """
 # One call into native code, during which Python runs no handler: pthread_join of a thread that sleeps. (time.sleep
