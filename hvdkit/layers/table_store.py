@@ -17,7 +17,7 @@ from hvdkit.layers.axis_collectives import sum_parts
 from hvdkit.layers.features import OutOfRange, lookups_of
 from hvdkit.layers.sharded_layer import memory_device
 from hvdkit.layers.vocabulary_variables import VocabularyVariables
-from hvdkit.sharding.initial import common_seed, initial_blocks
+from hvdkit.sharding.initial import common_seed, draws_numbers, initial_blocks
 from hvdkit.sharding.last_lookup import LastLookup
 from hvdkit.sharding.layout import TableGroup, lay_out
 from hvdkit.sharding.partitioned_variable import gather_parts
@@ -69,7 +69,9 @@ class TableStore:
             (t.name, t.input_dim, t.output_dim, t.dtype, t.evict or "", placements[t.name], t.optimizer_key)
             for t in tables
         ]
-        self._seed = exchange_payloads(f"tables {listed}", lambda: common_seed(seed))[0]
+        # As in Keras, a table of constants does not change the seeds of later layers.
+        is_random = any(draws_numbers(table.initializer) for table in tables)
+        self._seed = exchange_payloads(f"tables {listed}", lambda: common_seed(seed if is_random else seed or 0))[0]
         self.layout = lay_out(tables, placements, cluster.size())
         with tf.init_scope():
             groups = enumerate(self.layout.groups)

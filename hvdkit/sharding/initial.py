@@ -66,6 +66,14 @@ def initial_blocks(
         yield start, values[(slice(None), *columns)].astype(numpy_dtype)
 
 
+def draws_numbers(initializer: Initializer) -> bool:
+    """Return whether initial values may depend on a seed: not those of constants and arrays."""
+    kinds = keras.initializers
+    if isinstance(initializer, str):
+        return initializer.lower() not in ("zeros", "ones", "constant")
+    return callable(initializer) and not isinstance(initializer, kinds.Zeros | kinds.Ones | kinds.Constant)
+
+
 def common_seed(seed: int | None, initializer: Initializer | None = None) -> int:
     """Return ``seed``, or the initializer's seed, or a new one. All ranks must use the chief's.
 

@@ -16,7 +16,7 @@ from hvdkit.collectives.call_checks import exchange_payloads
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.errors import HvdkitError, describe, integer
 from hvdkit.sharding.id_checks import Fault, as_ids, find_fault, is_out_of_range, range_check, refusal
-from hvdkit.sharding.initial import Initializer, common_seed, initial_blocks
+from hvdkit.sharding.initial import Initializer, common_seed, draws_numbers, initial_blocks
 from hvdkit.sharding.keys import key_dtype, keys_of
 from hvdkit.sharding.last_lookup import LastLookup
 from hvdkit.sharding.partition import Partition, local_row, owner, rows_of
@@ -97,7 +97,7 @@ class PartitionedVariable:
                 raise TypeError(describe("dtype", self.dtype.name, "numbers", "pass e.g. 'float32'"))
             if partition not in get_args(Partition):
                 raise ValueError(describe("partition", partition, "'div' or 'mod'", "pass one of them"))
-            return common_seed(seed, initializer)
+            return common_seed(seed if draws_numbers(initializer) else seed or 0, initializer)
 
         chief_seed = exchange_payloads(call, check)[0]
         self.partition = partition

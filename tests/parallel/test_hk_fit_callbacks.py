@@ -289,6 +289,7 @@ def test_global_random_numbers_differ_between_ranks_and_are_reproducible(options
         keras.utils.set_random_seed(3)
         model = Draws()
         model.drawn = [tf.Variable(0.0), tf.Variable(0.0)]
+        hk.register_local_variables(model.drawn)
         model.compile("sgd", "mse", jit_compile=False, **options)
         hk.fit(model, x, y, verbose=0)
         after = float(keras.random.uniform(()))
