@@ -53,6 +53,7 @@ def zipped(rng, labelled=4, unlabelled=12, drop_remainder=False):
 PARTS = ("rows", "rows", "whole")
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("drop_remainder", [False, True])
 def test_lengths_that_differ_are_refused_or_declared(rng, drop_remainder, size):
     with raises_on_several(ValueError, r"4 in batch\[0\]\[0\].* 12 in batch\[1\], 6 in batch\[2\].*hk.data.divide"):

@@ -47,6 +47,7 @@ def model_with(layer, optimizer="sgd", **options):
     return model
 
 
+@pytest.mark.core
 @pytest.mark.ranks(2, 3)
 def test_declared_state_is_that_of_one_process(rng):
     """Uneven shares, and with a last batch of one row also empty ones; the count is exact."""
@@ -57,6 +58,7 @@ def test_declared_state_is_that_of_one_process(rng):
     compare(lambda: model_with(Running(True, keeps_first=True)), *line(rng, 24), batch_size=8)
 
 
+@pytest.mark.core
 def test_undeclared_state_is_an_error_on_every_rank(rng):
     x, y = line(rng, 24)
     for untracked, name in ((False, "running.*/mean"), (True, r"running.*\.mean")):

@@ -172,6 +172,7 @@ def test_a_partitioned_variable(traced, rank, size):
         np.testing.assert_allclose(table.gather(), plain_weights(name)[0], rtol=2e-5, atol=2e-6, err_msg=name)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", FIRST_VALUES)
 def test_slots_of_rows_without_a_gradient_keep_their_first_value(name, size):
     """The sums of squares of the first rows follow the formula a = a0 + g^2; the others stay at a0."""
@@ -185,6 +186,7 @@ def test_slots_of_rows_without_a_gradient_keep_their_first_value(name, size):
     assert (slots[0].numpy()[rows >= USED] == np.float32(FIRST_VALUES[name])).all()
 
 
+@pytest.mark.core
 def test_slots_of_new_ids_start_at_their_first_value():
     """A table with eviction: rows change their ids twice, and Adagrad's sums begin again with each new id."""
     rate, first, steps = 0.1, 0.1, 3
