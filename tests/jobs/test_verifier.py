@@ -45,7 +45,6 @@ def jobs(request):
         yield {kind: pool.submit(run_unlike, kind, (KINDS | NOTHING)[kind][0]) for kind in kinds}
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.nightly] * (k in AT_NIGHT)) for k in KINDS])
 def test_the_lines_that_differ(jobs, kind):
     job = jobs[kind].result()
