@@ -157,6 +157,15 @@ def test_other_state_is_not_compared(rng):
     hk.fit(model, data, y, batch_size=8, epochs=2, validation_split=0.25, verbose=0)
 
 
+def test_ranks_may_number_their_layers_differently(rng, rank):
+    for _ in range(rank):
+        layers.Dense(1)  # of another model, which only some ranks have
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(2, trainable=False), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x, y = line(rng, 24)
+    hk.fit(model, x, y, batch_size=8, verbose=0)
+
+
 def test_wrong_declarations_are_errors():
     count = tf.Variable(0)
     for variable, rule, error, words in [
