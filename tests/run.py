@@ -148,9 +148,9 @@ def launches(config: Config, folder: Path) -> list[Launch]:
 
 
 def longest_first(listed: list[Launch], tier: Tier) -> list[Launch]:
-    """Return the launches in the order of their recorded seconds; unknown ones come first."""
+    """Return the launches in the order of their recorded seconds, of this tier or of all; unknown ones come first."""
     recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
-    seconds = recorded.get(tier, {})
+    seconds = recorded.get(tier) or recorded.get("all", {})
     return sorted(listed, key=lambda launch: -seconds.get(launch.name, float("inf")))
 
 
