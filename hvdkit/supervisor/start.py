@@ -51,7 +51,7 @@ def restore_or_initialize(folder: Path, state: Callable[[], Mapping[str, Any]], 
         shown = "; ".join(damage[:_MAX_SHOWN]) + (f"; and {len(damage) - _MAX_SHOWN} more" * (len(damage) > _MAX_SHOWN))
         got = f"{printable(folder)}, in which all {len(paths)} checkpoints are damaged ({shown})"
         remedy = (
-            "repair one, e.g. from a backup; to start anew on purpose, move that folder away or pass another logdir"
+            "repair one, e.g. from a backup; to start over on purpose, move that folder away or pass another logdir"
         )
         raise CorruptCheckpointError(describe("logdir", got, "a good checkpoint, or none", remedy))
     entries = agreed_state(state()).entries.values()

@@ -126,7 +126,7 @@ def test_damage_of_each_class_is_met_by_all_ranks_together(shared_path, caplog):
     with pytest.raises(hk.CorruptCheckpointError) as caught:
         session(shared_path / "run").__enter__()
     errors = hk.allgather_object(str(caught.value))
-    assert all("all 2 checkpoints are damaged" in text and "to start anew on purpose" in text for text in errors)
+    assert all("all 2 checkpoints are damaged" in text and "to start over on purpose" in text for text in errors)
     left = [*(shared_path / "run" / "checkpoints").glob("*/*.safetensors")]
     assert len(left) == 2 * (1 + hk.size())  # nothing was removed
 

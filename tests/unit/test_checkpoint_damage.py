@@ -182,7 +182,7 @@ def test_a_run_whose_manifests_are_lost_does_not_begin_anew(tmp_path):
     for path in folder.iterdir():
         (path / NAME).unlink()
     before = contents(folder)
-    remedy = r"all 3 checkpoints are damaged.*manifest\.json: missing.*to start anew on purpose, move that folder away"
+    remedy = r"all 3 checkpoints are damaged.*manifest\.json: missing.*to start over on purpose, move that folder away"
     for gather in (False, True):
         with pytest.raises(hk.CorruptCheckpointError, match=remedy):
             session(tmp_path / "run", gather=gather).__enter__()
