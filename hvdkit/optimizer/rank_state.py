@@ -277,9 +277,7 @@ def compare_state(ranks: Sequence[list[tuple[str, bytes]]], numbers: Sequence[in
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     got = f"different values of {', '.join(names[:_NAMES_SHOWN])}{more} on rank {numbers[odd]}"
     expected = f"those of rank {numbers[usual]}: a layer or train_step updates them from each rank's own rows"
-    raise CollectiveMismatchError(
-        describe("model", got, expected, f"{remedy}{_REMEDY}")
-    )
+    raise CollectiveMismatchError(describe("model", got, expected, f"{remedy}{_REMEDY}"))
 
 
 def _is_comparable(variable: AnyVariable) -> bool:
