@@ -122,8 +122,8 @@ def program(name: str) -> str:
 
 def launches(config: Config, folder: Path) -> list[Launch]:
     """Return all launches of this run in order."""
-    pytest = [sys.executable, "-X", "faulthandler", "-m", "pytest", "-q"]
-    pytest += ["-k", config.k] if config.k else ["--tier", config.tier]
+    python = [sys.executable, "-X", "faulthandler", "-m", "pytest", "-q"]
+    pytest = [*python, *(["-k", config.k] if config.k else ["--tier", config.tier])]
     listed = []
     if config.unit or config.unit_only:
         command = [*pytest, "--continue-on-collection-errors", "tests/unit"]
@@ -141,6 +141,8 @@ def launches(config: Config, folder: Path) -> list[Launch]:
         listed.append(Launch(f"np={n}, MPI", n, [*mpirun, *to_files(pytest, path, "OMPI_COMM_WORLD_RANK")], path))
     if config.gloo and (config.tier != "core" or config.k):
         n, path = config.gloo_np, folder / f"gloo-{config.gloo_np}"
+        if config.tier == "rest" and not config.k:  # the core has no launch under Gloo
+            pytest = [*python, "--tier", "all"]
         horovodrun = [program("horovodrun"), "--gloo", "-np", str(n)]
         command = to_files(pytest, path, "HOROVOD_RANK", [f"tests/parallel/{name}" for name in UNDER_GLOO])
         listed.append(Launch(f"np={n}, Gloo", n, [*horovodrun, *command], path))

@@ -22,7 +22,7 @@ import numpy as np
 from hvdkit.checkpoint import tensorfile
 from hvdkit.checkpoint.entries import Entry, State
 from hvdkit.checkpoint.folder import latest, prune, tidy
-from hvdkit.checkpoint.manifest import Manifest
+from hvdkit.checkpoint.manifest import Manifest, step_of
 from hvdkit.checkpoint.reading import Reader
 from hvdkit.checkpoint.writing import Save, Snapshot
 from hvdkit.sharding.partition import rows_of
@@ -53,7 +53,7 @@ def rank_saves(target: Path, value: float, rank: int, size: int) -> None:
     save = Save(
         target,
         snapshot,
-        step=int(value),
+        step=step_of(target) or 0,
         rank=rank,
         size=size,
         token="t",
