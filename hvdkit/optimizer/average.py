@@ -25,6 +25,7 @@ from hvdkit.optimizer import compression as wires
 from hvdkit.optimizer import sparse
 from hvdkit.optimizer.coupled_layers import any_coupled
 from hvdkit.optimizer.gradients import Gradient, Kind, PlacedGradients, place_gradients
+from hvdkit.optimizer.model_numbers import model_number
 from hvdkit.sharding.shards import AnyVariable
 
 
@@ -36,6 +37,12 @@ class Averaging:
     weight: Any = None
     compression: Any = None
     group: cluster.Group | None = None  # the ranks that combine them; None for all
+    model: int = 1  # which of the models this is that these ranks have trained
+
+    @property
+    def name(self) -> str:
+        """Name by which ranks match the gradients of one model."""
+        return "hvdkit.gradients" if self.model == 1 else f"hvdkit.gradients.{self.model}"
 
     @property
     def batch_group(self) -> cluster.Group:
@@ -189,6 +196,8 @@ def combine(
     them by N, the sum by C. A part of a layer along a mesh axis has the complete gradient of its batch and is combined
     over the ranks with other batches. A local gradient is the complete gradient of one of N/C batches.
     """
+    if not tf.executing_eagerly():  # eager calls are compared, and may fail on all ranks
+        averaging = replace(averaging, model=model_number(placed.variables, averaging.group))
     if averaging.weight is not None:
         factor, averaging = weight_factor(averaging), replace(averaging, op=ReduceOp.Sum, weight=None)
         placed = placed.map(lambda grad, kind: grad if kind == "overwritten" else _apply_weight(grad, factor))
@@ -202,9 +211,9 @@ def combine(
     combined: dict[Kind, list[Gradient]] = {
         "replicated": (combine_replicated or _combine_replicated)(by_kind["replicated"], averaging),
         "rows": [_divide(grad, row_divisor) for grad in by_kind["rows"]],
-        "part": _reduce(by_kind["part"], op, "hvdkit.gradients.parts", batch_group),
+        "part": _reduce(by_kind["part"], op, f"{averaging.name}.parts", batch_group),
         "local": [_divide(sparse.sum_duplicates(grad), local_divisor) for grad in by_kind["local"]],
-        "overwritten": _reduce(by_kind["overwritten"], ReduceOp.Max, "hvdkit.gradients.overwritten", averaging.group),
+        "overwritten": _reduce(by_kind["overwritten"], ReduceOp.Max, f"{averaging.name}.overwritten", averaging.group),
     }
     results = {kind: iter(grads) for kind, grads in combined.items()}
     return [next(results[kind]) for kind in placed.kinds]
@@ -256,7 +265,7 @@ def _combine_replicated(grads: list[Gradient], averaging: Averaging) -> list[Gra
     """Combine gradients of replicated variables; tiny tables are sent with the dense gradients."""
     op, group = checked_op(averaging.op), averaging.group
     if op in (ReduceOp.Min, ReduceOp.Max):
-        return _reduce(grads, op, "hvdkit.gradients", group)
+        return _reduce(grads, op, averaging.name, group)
     results = dict(enumerate(map(sparse.sum_duplicates, grads)))
     if (cluster.size() if group is None else group.size) == 1:
         return [*results.values()]
@@ -265,8 +274,8 @@ def _combine_replicated(grads: list[Gradient], averaging: Averaging) -> list[Gra
     dense = {i: g for i, g in results.items() if g is not None and i not in tables} | tiny
     large = {i: g for i, g in tables.items() if i not in tiny}
     wire = wires.wire_dtype(averaging.compression)
-    results |= zip(dense, wires.reduce_dense([*dense.values()], op, wire, "hvdkit.gradients", group), strict=True)
-    results |= zip(large, sparse.combine([*large.values()], op, wire, group), strict=True)
+    results |= zip(dense, wires.reduce_dense([*dense.values()], op, wire, averaging.name, group), strict=True)
+    results |= zip(large, sparse.combine([*large.values()], op, wire, averaging.name, group), strict=True)
     for i in tiny:
         every_row = tf.range(tf.shape(results[i])[0], dtype=tables[i].indices.dtype)
         results[i] = tf.IndexedSlices(results[i], every_row, tables[i].dense_shape)

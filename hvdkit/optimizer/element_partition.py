@@ -176,7 +176,7 @@ class ElementPartition:
             for index, count in zip(buffer.indices, buffer.counts, strict=True)
         ]
         flat = tf.concat([*flat, tf.zeros([buffer.padding], dtype)], axis=0)
-        shard = reduce_scatter(flat, averaging.op, wire_dtype(averaging.compression), f"hvdkit.gradients_{buffer.name}")
+        shard = reduce_scatter(flat, averaging.op, wire_dtype(averaging.compression), f"{averaging.name}_{buffer.name}")
         if averaging.op == ReduceOp.Sum and averaging.ranks_per_batch > 1:
             shard /= averaging.ranks_per_batch
         shard.set_shape([buffer.shard_size])

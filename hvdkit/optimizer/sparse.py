@@ -71,18 +71,22 @@ def is_tiny(grad: tf.IndexedSlices) -> bool:
 
 
 def combine(
-    grads: Sequence[tf.IndexedSlices], op: ReduceOp, wire: tf.DType | None, group: cluster.Group | None = None
+    grads: Sequence[tf.IndexedSlices],
+    op: ReduceOp,
+    wire: tf.DType | None,
+    name: str,
+    group: cluster.Group | None = None,
 ) -> list[tf.IndexedSlices]:
     """Return each sparse gradient combined over all ranks by ``op``, Average or Sum, as rows without duplicates.
 
     Args:
         grads: one per variable, without duplicates; rows and their number may differ between ranks.
-        op, wire, group: as for :func:`hvdkit.optimizer.compression.reduce_dense`.
+        op, wire, name, group: as for :func:`hvdkit.optimizer.compression.reduce_dense`.
     """
     if not grads:
         return []
     counts = tf.stack([tf.size(g.indices, out_type=tf.int64) for g in grads])
-    totals = tensors.grouped_allreduce([counts], ReduceOp.Sum, "hvdkit.sparse_counts", group)[0]
+    totals = tensors.grouped_allreduce([counts], ReduceOp.Sum, f"{name}.sparse_counts", group)[0]
     return [_combine_one(g, totals[i], op, wire, i, group) for i, g in enumerate(grads)]
 
 

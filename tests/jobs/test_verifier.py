@@ -118,3 +118,42 @@ def test_two_ranks_may_wait_for_a_late_one(before):
     """Rank 0 must not mistake one collective for two, whatever the ranks exchanged before."""
     job = run(LATE.format(before=before), MPI, 3)
     assert job.code == 0 and job.output.count("averaged") == 3, job.output
+
+
+NEXT_MODEL = """
+import keras, tensorflow as tf, hvdkit as hk
+cluster = hk.init()
+keras.utils.set_random_seed(0)
+
+def batches(model):
+    for number in range(8):
+        if cluster.rank == 1 and (model, number) == (0, 4):
+            raise FileNotFoundError("part-4.csv")
+        yield tf.ones([4, 3]), tf.ones([4, 1])
+
+for number in range(3):
+    model = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)])
+    optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(0.1))
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - y) ** 2)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    try:
+        for x, y in batches(number):
+            step(x, y)
+    except FileNotFoundError as error:
+        print("next model:", error, flush=True)
+"""
+
+
+def test_gradients_of_two_models_are_never_combined():
+    """The same shapes, in functions of the same name: only the models tell the ranks' gradients apart."""
+    job = run(NEXT_MODEL, MPI, 2)
+    assert job.code == 1 and "next model: part-4.csv" in job.output, job.output
+    names = (
+        r"hvdkit: rank [01] on \S+ failed: CollectiveMismatchError: waits in hvdkit\.gradients.* of .* but rank [01] in"
+    )
+    assert re.search(names, job.output) and "hvdkit.gradients.2 of" in job.output, job.output
