@@ -34,6 +34,7 @@ _CYCLE, _CYCLE_ON_SHARED_CORES = "0.2", "1"
 _BUCKET, _BUCKET_BYTES, _BUCKET_BYTES_BETWEEN_HOSTS = "HVDKIT_BUCKET_BYTES", 8 * 1024 * 1024, 32 * 1024 * 1024
 # Horovod's own stall limit, which does not write stacks, takes effect after the watchdog's.
 _LATER_SECONDS, _MUCH_LATER_SECONDS = 60, 86_400
+_STALL_REPORT = "HOROVOD_STALL_CHECK_TIME_SECONDS"
 
 
 def set_environment(launched: LaunchedRank, *, timeline: bool = False) -> None:
@@ -56,12 +57,18 @@ def set_environment(launched: LaunchedRank, *, timeline: bool = False) -> None:
 
 
 def set_stall_limit() -> None:
-    """Set Horovod's own limit for a collective that some rank never enters, unless the user has set it."""
+    """Set Horovod's own limits for a collective that some rank never enters, unless the user has set them."""
     patience, _ = seconds(PATIENCE), seconds(UNWIND)
     os.environ.setdefault(PATIENCE, str(patience))  # a second world uses the value of the first
+    if STALL in os.environ:
+        return
+    watched = bool(seconds(HEARTBEAT))
     # Above the watchdog's limit: the watchdog waits for ranks that work or are busy, but Horovod would not.
-    later = _MUCH_LATER_SECONDS if seconds(HEARTBEAT) else _LATER_SECONDS
-    os.environ.setdefault(STALL, str(round(patience) + later if patience else 0))
+    later = _MUCH_LATER_SECONDS if watched else _LATER_SECONDS
+    limit = round(patience) + later if patience else 0
+    os.environ[STALL] = str(limit)
+    if watched:  # the watchdog reports waits earlier, with their places
+        os.environ.setdefault(_STALL_REPORT, str(limit or _MUCH_LATER_SECONDS))
 
 
 def bucket_bytes() -> int:
