@@ -108,12 +108,6 @@ COMMANDS = {
         config="hvdkit.commands.docs:Docs",
         runner="hvdkit.commands.docs:docs",
     ),
-    "completion": Command(
-        "Print a script that completes commands, options and file names in bash or zsh",
-        'eval "$(hvdkit completion bash)"',
-        config="hvdkit.commands.completion:Completion",
-        runner="hvdkit.commands.completion:completion",
-    ),
 }
 
 OPENING = "hvdkit: train TensorFlow and Keras 3 models across GPUs and hosts with Horovod."

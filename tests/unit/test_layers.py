@@ -50,7 +50,7 @@ STANDALONE = {
     "schedules",
 }
 # Commands that may train, or read variables or data; and the table of commands, which imports nothing until one runs.
-MAY_TRAIN = {"commands.bench", "commands.checkpoint", "commands.cli", "commands.completion", "commands.data"}
+MAY_TRAIN = {"commands.bench", "commands.checkpoint", "commands.cli", "commands.data"}
 MAY_IMPORT = {
     "sharding.partition": {"__future__", "collections", "dataclasses", "typing", "math", "enum", "numpy", "hvdkit"},
     "machine": {*sys.stdlib_module_names, "psutil", "hvdkit"},
