@@ -13,7 +13,9 @@ Exit codes: 0 success; 1 the command found a problem; 2 invalid usage, or an err
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import errno
 import os
 import pkgutil
 import shutil
@@ -26,7 +28,7 @@ from typing import NamedTuple
 from hvdkit._version import __version__
 from hvdkit.commands.parsing import parse
 from hvdkit.errors import HvdkitError, see
-from hvdkit.machine.terminal import printable
+from hvdkit.machine.terminal import open_standard_files, printable
 
 
 class Command(NamedTuple):
@@ -125,21 +127,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         hvdkit 0.1.0
         0
     """
+    open_standard_files()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["help"] and len(arguments) > 1:
         arguments = [*arguments[1:], "--help"]
+    name = arguments[0] if arguments and arguments[0] in COMMANDS else ""
+    try:
+        code = _run(name, arguments[1:]) if name else _without_command(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `hvdkit ... | head` closed the pipe
+        _discard_output()
+        return 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or os.environ.get("HVDKIT_DEBUG") == "1":
+            raise
+        _discard_output()
+        where = error.filename or "the output"
+        return _fail(f"hvdkit {name}".strip(), f"cannot write {where} ({error.strerror}); free space there")
+    return code
+
+
+def _without_command(arguments: list[str]) -> int:
+    """Print the help or the version, or report a command that does not exist."""
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_help())
         return 0 if arguments else 2
     if arguments[0] in ("-V", "--version"):
         print(f"hvdkit {__version__}")
         return 0
-    name, *rest = arguments
-    if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, 1)
-        remedy = f"did you mean {near[0]!r}? `hvdkit help` lists all" if near else f"choose {', '.join(COMMANDS)}"
-        return _fail("hvdkit", f"no command {name!r}; {remedy}")
-    return _run(name, rest)
+    name = arguments[0]
+    near = difflib.get_close_matches(name, COMMANDS, 1)
+    remedy = f"did you mean {near[0]!r}? `hvdkit help` lists all" if near else f"choose {', '.join(COMMANDS)}"
+    return _fail("hvdkit", f"no command {name!r}; {remedy}")
+
+
+def _discard_output() -> None:
+    """Write the rest of the output to the null device, or the interpreter's final flush would fail as well."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(name: str, arguments: list[str]) -> int:
@@ -153,10 +177,6 @@ def _run(name: str, arguments: list[str]) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # `hvdkit ... | head` closed the pipe. The interpreter's final flush must not fail as well.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except (HvdkitError, ValueError, ImportError) as error:
         if os.environ.get("HVDKIT_DEBUG") == "1":
             raise
@@ -175,7 +195,6 @@ def _dispatch(name: str, arguments: list[str]) -> int:
     result = pkgutil.resolve_name(command.runner)(config, *program)
     if result is not None and not isinstance(result, int):
         print(result)
-    sys.stdout.flush()
     return result if isinstance(result, int) else 0
 
 
@@ -212,5 +231,6 @@ def _help() -> str:
 
 def _fail(program: str, message: str) -> int:
     """Print one line on stderr and return the exit code of an error."""
-    print(f"{program}: {printable(' '.join(message.split()))}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # the disk of standard error is full
+        print(f"{program}: {printable(' '.join(message.split()))}", file=sys.stderr, flush=True)
     return 2

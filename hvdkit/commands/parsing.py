@@ -9,7 +9,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from hvdkit.machine.terminal import on_terminal
 
@@ -56,8 +56,14 @@ def parse(
             return tyro.cli(kind, **options)
     finally:
         if not quiet:
-            print("".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines()), end="", flush=True)
-            print(plain(err.getvalue()), end="", file=sys.stderr, flush=True)
+            _print("".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines()), sys.stdout)
+            _print(plain(err.getvalue()), sys.stderr)
+
+
+def _print(text: str, stream: TextIO | None) -> None:
+    """Print a report, unless it is empty, or Python was started with the stream's descriptor closed."""
+    if text and stream is not None:
+        print(text, end="", file=stream, flush=True)
 
 
 def plain(report: str) -> str:

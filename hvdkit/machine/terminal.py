@@ -8,13 +8,32 @@ from collections.abc import Sequence
 from typing import IO
 
 
-def is_terminal(stream: IO[str] | IO[bytes]) -> bool:
-    """Return True if a stream is a terminal that the user sees.
+def open_standard_files() -> None:
+    """Replace closed standard files (``>&-``, ``2>&-``, ``<&-``) by the null device, for the rest of this process.
+
+    Otherwise the next files and pipes that are opened would get descriptors 0 to 2, and child processes would write
+    their output into them.
+    """
+    descriptor = os.open(os.devnull, os.O_RDWR)
+    while descriptor <= 2:  # the lowest that is free
+        os.set_inheritable(descriptor, True)
+        descriptor = os.open(os.devnull, os.O_RDWR)
+    os.close(descriptor)
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)  # noqa: PTH123, SIM115
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115
+
+
+def is_terminal(stream: IO[str] | IO[bytes] | None) -> bool:
+    """Return True if a stream is a terminal that the user sees; False for None, Python's stream of a closed descriptor.
 
     Jupyter runs the commands in cells (``!hvdkit run ...``) on a pseudo-terminal, but shows their output on a page, on
     which lines cannot be rewritten. Its kernels and their processes have the variable JPY_PARENT_PID.
     """
-    return stream.isatty() and "JPY_PARENT_PID" not in os.environ
+    return stream is not None and stream.isatty() and "JPY_PARENT_PID" not in os.environ
 
 
 def on_terminal() -> bool:

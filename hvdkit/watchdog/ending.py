@@ -23,6 +23,8 @@ from functools import cache
 from types import FrameType
 from typing import Any
 
+from hvdkit.watchdog.lines import flush_streams
+
 # Maximum seconds for Horovod to release a rank, and for TensorFlow to raise the error. The signal is sent afterwards:
 # an exception raised earlier would be lost in TensorFlow's own conversion of errors.
 _RELEASE_SECONDS, _RAISE_SECONDS = 1.0, 0.2
@@ -228,8 +230,9 @@ def end_process(code: int) -> None:
 
 def flush_files() -> None:
     """Flush the standard streams, then every file that is open for writing."""
-    for files in ([sys.stdout, sys.stderr], (one for one in gc.get_objects() if issubclass(type(one), _BUFFERED))):
-        for file in files:
+    flush_streams()
+    for file in gc.get_objects():
+        if issubclass(type(file), _BUFFERED):
             with contextlib.suppress(AttributeError, OSError, ValueError, RuntimeError):
                 file.flush()
 

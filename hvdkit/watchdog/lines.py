@@ -40,6 +40,13 @@ def write_line(text: str) -> None:
                 sys.stderr.write(data)
 
 
+def flush_streams() -> None:
+    """Flush standard output and error. A closed or missing stream, or a full disk, does not raise."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError, RuntimeError):
+            stream.flush()
+
+
 class Lines(Protocol):
     """Writes lines for the user without blocking: :class:`Writer`, or the output of ``hvdkit run``."""
 
@@ -58,6 +65,7 @@ class Writer:
 
     Attributes:
         waiting: number of bytes not written yet.
+        problem: why data was lost, e.g. a full disk; None if all was written or its reader has closed the file.
     """
 
     def __init__(self, file: int) -> None:
@@ -66,6 +74,7 @@ class Writer:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self.waiting = 0
+        self.problem: str | None = None
 
     def write(self, data: bytes) -> None:
         """Write ``data`` after that of earlier calls, with one system call if possible."""
@@ -91,8 +100,12 @@ class Writer:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue)
                 data = self._queue.popleft()
-            with contextlib.suppress(OSError):
+            try:
                 write_all(self._file, data)
+            except BrokenPipeError:
+                pass
+            except OSError as error:
+                self.problem = error.strerror
             with self._changed:
                 self.waiting -= len(data)
                 self._changed.notify_all()

@@ -43,6 +43,7 @@ from hvdkit.watchdog.events import (
     Watching,
 )
 from hvdkit.watchdog.flight_recorder import FlightRecorder, memory_file, recorder
+from hvdkit.watchdog.lines import flush_streams
 from hvdkit.watchdog.settings import SOCKET_VARIABLE, WatchdogSettings
 from hvdkit.watchdog.uncaught import UncaughtErrors, ended_a_step, left_a_loop, with_cause_first
 
@@ -419,8 +420,7 @@ class Reporter:
         self._leaving = Leaving(step=self.recorder.step, keeps_horovod=keeps_horovod)
         self.send(self._leaving)
         if keeps_horovod and self.is_watched:
-            for stream in filter(None, (sys.stdout, sys.stderr)):
-                stream.flush()
+            flush_streams()
             self._released.wait()
 
     def await_others(self) -> bool:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from hvdkit.errors import HvdkitError, see
 from hvdkit.watchdog.ending import Exit, end_process, ending, is_victim
 from hvdkit.watchdog.events import Failed, Raised
-from hvdkit.watchdog.lines import write_line
+from hvdkit.watchdog.lines import flush_streams, write_line
 
 if TYPE_CHECKING:
     from hvdkit.watchdog.reporter import Reporter
@@ -109,7 +109,7 @@ class UncaughtErrors:
         line = f"hvdkit: rank {self._rank} on {socket.gethostname()} {failed.verb}{at}: {failed.cause}"
         write_line("\n".join([text, line]) if text else line)
         if not is_heard and self._abort is not None:
-            sys.stdout.flush()
+            flush_streams()
             self._abort(failed.code)
         if is_heard or thread is not None:
             end_process(failed.code)

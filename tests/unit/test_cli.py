@@ -235,3 +235,42 @@ def test_a_reader_that_stops_reading_gets_no_traceback():
         command = [*HVDKIT, "doctor", "--no-run"]
         result = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=WAIT)
     assert (result.returncode, result.stderr) == (1, "")
+
+
+def test_closed_and_full_standard_files_are_no_defect_of_hvdkit():
+    """``hvdkit ... >&-``, as cron and some supervisors start commands, and output to a full disk."""
+    commands = {"--version": 0, "plan --help": 0, "wrong": 2, "plan --wrong": 2, "run --dry-run -np 2 -- true": 0}
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        for closed in ((1,), (2,), (0, 1, 2), ()):
+            for words, expected in list(commands.items())[:: 2 if len(closed) == 1 else 1]:
+                streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} if closed else {"stdout": full}
+                done = subprocess.run(
+                    [*HVDKIT, *words.split()],
+                    **{"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE, **streams},
+                    text=True,
+                    timeout=WAIT,
+                    preexec_fn=lambda closed=closed: [os.close(descriptor) for descriptor in closed],
+                )
+                said = (closed, words, done.returncode, done.stdout, done.stderr)
+                assert done.returncode == (expected if closed else 2), said
+                assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, said
+                if closed and 1 not in closed:
+                    assert bool(done.stdout) == (expected == 0), said  # errors are not written to standard output
+                elif not closed and expected == 0:
+                    assert "cannot write the output (No space left on device)" in done.stderr, said
+
+
+def test_children_of_a_command_without_standard_files_do_not_write_into_its_pipes():
+    """Without descriptors 0 to 2, the next pipes would get these numbers."""
+    code = (
+        "import os, sys; from hvdkit.machine.terminal import open_standard_files; open_standard_files()\n"
+        "os.execv(sys.executable, [sys.executable, '-c', 'import sys; print(sys.stdin.read()); sys.exit(3)'])"
+    )
+    for closed in ((0,), (1,), (0, 1, 2)):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            preexec_fn=lambda closed=closed: [os.close(descriptor) for descriptor in closed],
+            stdin=subprocess.DEVNULL,
+            timeout=WAIT,
+        )
+        assert done.returncode == 3, closed

@@ -50,6 +50,12 @@ class OutputWriter:
         """Wait at most ``seconds`` per file until all data is written; return True if it is."""
         return all(writer.finish(seconds) for writer in self._writers.values())
 
+    def report_loss(self) -> None:
+        """Write a line if output was lost. A full disk does not end the job."""
+        if problems := {writer.problem for writer in self._writers.values() if writer.problem is not None}:
+            why = ", ".join(sorted(problems))
+            self.line(f"hvdkit run: standard output or error could not be written ({why}): lines of ranks were lost")
+
     def feed(self, rank: int, channel: int, data: bytes) -> None:
         """Add output of ``rank``, and write the lines that it completes."""
         if self._logs is not None:

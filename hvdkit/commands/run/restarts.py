@@ -82,6 +82,8 @@ def run(job: Job, program: Sequence[str], output: OutputWriter) -> int:
         try:
             return _attempts(job, program, output, signals)
         finally:
+            output.finish(0.1)
+            output.report_loss()
             until = time.monotonic() + _READ_SECONDS
             while not output.finish(0.1):
                 signals.read()
