@@ -140,8 +140,17 @@ def add_process_sets(
 
 
 def _check_mpirun_is_running(launched: LaunchedRank) -> None:
-    """Raise ClusterError if Open MPI's variables are set, but no mpirun runs; MPI's own message would be unclear."""
-    if launched.launcher != "mpirun (Open MPI)" or launched.size == 1 or "PMIX_RANK" in os.environ:
+    """Raise ClusterError if Open MPI's variables belong to no mpirun, or to a rank that has started this process.
+
+    MPI's own messages would be unclear. MPI_Init sets ``OMPI_MCA_ess=pmi`` for child processes.
+    """
+    if launched.launcher != "mpirun (Open MPI)":
+        return
+    if os.environ.get("OMPI_MCA_ess") == "pmi":  # noqa: SIM112
+        got = f"the variables of rank {launched.rank} of {launched.size}, which has started this process"
+        remedy = "start it with `hvdkit run -np 1 -- python ...`, which removes them"
+        raise ClusterError(describe("launcher", got, "a process that mpirun started", remedy))
+    if launched.size == 1 or "PMIX_RANK" in os.environ:
         return
     variables = f"OMPI_COMM_WORLD_RANK={launched.rank} and OMPI_COMM_WORLD_SIZE={launched.size}"
     got = f"{variables} without an mpirun around this process (PMIX_RANK is not set)"

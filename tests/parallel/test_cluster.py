@@ -4,13 +4,15 @@ import importlib
 import logging
 import os
 import socket
+import subprocess
+import sys
 
 import numpy as np
 import psutil
 import pytest
 import tensorflow as tf
 from helpers.pairwise import printed
-from helpers.speed import wait_until
+from helpers.speed import WAIT, wait_until
 
 import hvdkit as hk
 from hvdkit import cluster
@@ -181,3 +183,17 @@ def test_a_size_that_repeats_travels_in_one_collective(rank, size, monkeypatch):
         assert exchange.allgather_bytes(bytes([rank]) * length)[rank] == bytes([rank]) * length
         counts.append(len(waits))
     assert counts == [1, 2, 1, 2, 1, 1, 1]
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_may_start_another_job():
+    """E.g. an evaluation, or a test suite under mpirun. MPI_Init has changed this process's environment."""
+    code = "import os; print('size', os.environ['OMPI_COMM_WORLD_SIZE'])"
+    run = [sys.executable, "-m", "hvdkit", "run", "-np", "3", "--engine", "mpirun"]
+    options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": WAIT}
+    done = subprocess.run([*run, "--", sys.executable, "-c", code], **options)
+    assert sorted(done.stdout.splitlines()) == [f"[rank {other}] size 3" for other in range(3)], done.stderr
+    assert done.returncode == 0
+    if launcher.launched_rank().launcher == "mpirun (Open MPI)":  # the mark by which hk.init in a child recognizes it
+        shown = subprocess.run([sys.executable, "-c", "import os; print(os.environ['OMPI_MCA_ess'])"], **options)
+        assert shown.stdout == "pmi\n"

@@ -348,8 +348,13 @@ def test_a_rank_that_failed_is_named_with_its_exit_code_whatever_the_engine_says
     assert saved._judge().final
 
 
-def test_an_engine_that_fails_is_quoted():
+def test_an_engine_that_fails_is_quoted(monkeypatch):
     last = "There are not enough slots"
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    judged = attempt(UNKNOWN, last_line=last)._judge()
+    assert "started (hvdkit run was started in rank 3 of a job of mpirun (Open MPI)); mpirun: There are" in judged.line
+    monkeypatch.delenv("OMPI_COMM_WORLD_RANK")
     judged = attempt(UNKNOWN, last_line=last)._judge()
     assert judged.code == 1
     assert judged.line.startswith(

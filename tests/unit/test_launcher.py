@@ -12,7 +12,7 @@ import pytest
 from helpers.speed import wait_until
 
 from hvdkit.cluster.devices import core_of, thread_count
-from hvdkit.cluster.engine import _check_size
+from hvdkit.cluster.engine import _check_size, start_horovod
 from hvdkit.errors import ClusterError
 from hvdkit.machine.launcher import ALONE, launched_rank, shell_that_waits
 from hvdkit.watchdog.coordinating import CoordinatingSentinel
@@ -145,3 +145,11 @@ def test_a_launcher_whose_shell_was_killed_is_ended(tmp_path, command, is_ended)
         finally:
             with contextlib.suppress(psutil.NoSuchProcess):
                 launcher.kill()
+
+
+def test_a_program_that_a_rank_has_started_is_no_rank(monkeypatch):
+    """tests/parallel/test_cluster.py proves that MPI_Init sets the variable for child processes."""
+    monkeypatch.setenv("OMPI_MCA_ess", "pmi")
+    for environ in (OPEN_MPI, OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}):
+        with pytest.raises(ClusterError, match=r"rank \d of \d, which has started this process.*hvdkit run -np 1"):
+            start_horovod(launched_rank(environ))

@@ -20,6 +20,7 @@ from hvdkit.commands.run.preflight import Network
 from hvdkit.commands.run.secret import PrivateFile
 from hvdkit.errors import ClusterError
 from hvdkit.machine import processes
+from hvdkit.machine.launcher import ALONE, launched_rank
 from hvdkit.machine.limits import allow_files
 from hvdkit.watchdog import sentinel
 from hvdkit.watchdog.channel import Offer, Output, listen
@@ -291,6 +292,8 @@ class Attempt:
         summary = verdict.summary
         if not members:
             summary = f"{name} ended with exit code {engine.code} before any rank started"
+            if (outer := launched_rank()) is not ALONE:
+                summary += f" (hvdkit run was started in rank {outer.rank} of a job of {outer.launcher})"
         elif missing := sorted(set(range(self._size)) - members.keys()):
             noun = "rank" if len(missing) == 1 else "ranks"
             summary = f"{noun} {', '.join(map(str, missing))} of {self._size} never started"
