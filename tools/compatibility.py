@@ -4,8 +4,8 @@ make compatibility                                          # every row
 python tools/compatibility.py --only "2.19.1 | 3.12"        # only these rows; the others stay unchanged
 python tools/compatibility.py --only 2.18.1 --no-contracts  # a build and a smoke test only
 
-A build takes 2 to 7 minutes on 2 cores, and rows with contract tests run the core tests on two ranks. Each Python must be
-on PATH or under pyenv. pip's own settings apply.
+A build takes 2 to 7 minutes on 2 cores, and rows with contract tests run the core tests on two ranks. Each Python must
+be on PATH or under pyenv. pip's own settings apply.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, subcommand
 
+from hvdkit.commands.options import UNSET
 from hvdkit.commands.progress_bar import byte_progress
 from hvdkit.errors import CorruptCheckpointError, describe
 from hvdkit.machine.terminal import printable
@@ -84,7 +85,7 @@ class Export:
     """Output format."""
     names: tuple[str, ...] = ()
     """For npy: tensor names, or patterns such as 'model/*'; all by default."""
-    model: str | None = None
+    model: Annotated[str | None, UNSET] = None
     """For saved-model: module:function that builds the model; the module may be in the current folder."""
     key: str = "model"
     """For saved-model: the model's name in the saved state."""

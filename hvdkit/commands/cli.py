@@ -18,6 +18,7 @@ import difflib
 import errno
 import os
 import pkgutil
+import shlex
 import shutil
 import sys
 import textwrap
@@ -26,7 +27,7 @@ from dataclasses import fields
 from typing import NamedTuple
 
 from hvdkit._version import __version__
-from hvdkit.commands.parsing import parse
+from hvdkit.commands.parsing import corrected, parse
 from hvdkit.errors import HvdkitError, see
 from hvdkit.machine.terminal import open_standard_files, printable
 
@@ -156,8 +157,11 @@ def _without_command(arguments: list[str]) -> int:
         print(f"hvdkit {__version__}")
         return 0
     name = arguments[0]
-    near = difflib.get_close_matches(name, COMMANDS, 1)
-    remedy = f"did you mean {near[0]!r}? `hvdkit help` lists all" if near else f"choose {', '.join(COMMANDS)}"
+    near = difflib.get_close_matches(name, (*COMMANDS, "--help", "--version"), 1)
+    script = name if name.endswith(".py") else "train.py"
+    remedy = f"choose {', '.join(COMMANDS)}; to start a program, write hvdkit run -np 2 -- python {script}"
+    if near:
+        remedy = f"did you mean {near[0]!r}? `hvdkit help` lists all"
     return _fail("hvdkit", f"no command {name!r}; {remedy}")
 
 
@@ -191,7 +195,17 @@ def _dispatch(name: str, arguments: list[str]) -> int:
     if command.takes_program:
         arguments, *program = _split_off_program(arguments, kind)
     description = None if isinstance(kind, type) else f"{command.summary}.\n\nFor example:\n    {command.example}"
-    config = parse(kind, prog=f"hvdkit {name}", description=description, args=arguments)
+    try:
+        config = parse(kind, prog=f"hvdkit {name}", description=description, args=arguments)
+    except SystemExit as stop:
+        if stop.code == 2:
+            end = ["--", *program[0]] if program and program[0] else []
+            words = corrected(kind, arguments)
+            advice = f"for example: {command.example}"
+            if words is not None:
+                advice = f"did you mean: {shlex.join(['hvdkit', name, *words, *end])}"
+            print(advice, file=sys.stderr, flush=True)
+        raise
     result = pkgutil.resolve_name(command.runner)(config, *program)
     if result is not None and not isinstance(result, int):
         print(result)

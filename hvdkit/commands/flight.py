@@ -35,7 +35,7 @@ class FlightConfig:
 
     file: Positional[Annotated[Path, arg(metavar="FILE")]]
     """The flight recorder's file."""
-    trace: Annotated[Path | None, arg(aliases=["-o"])] = None
+    trace: Annotated[Path | None, arg(aliases=["-o"], help_behavior_hint="")] = None
     """Also write a trace for ui.perfetto.dev or chrome://tracing."""
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import io
+import itertools
 import os
 import re
 import sys
@@ -64,6 +66,47 @@ def _print(text: str, stream: TextIO | None) -> None:
     """Print a report, unless it is empty, or Python was started with the stream's descriptor closed."""
     if text and stream is not None:
         print(text, end="", file=stream, flush=True)
+
+
+def corrected(kind: Any, arguments: Sequence[str]) -> list[str] | None:
+    """Return ``arguments`` with each option that does not exist replaced by the one that resembles it most.
+
+    Args:
+        kind: A config dataclass, or a union of them.
+        arguments: The words after the command.
+
+    Returns:
+        The words; None if an option resembles none, or all exist.
+
+    Example:
+        >>> from hvdkit.commands.run.config import RunConfig
+        >>> corrected(RunConfig, ["-n", "2", "--dryrun"])
+        ['-np', '2', '--dry-run']
+    """
+    known = _options(kind, arguments)
+    words = []
+    for word in arguments:
+        option, equals, value = word.partition("=")
+        if option.startswith("-") and option.replace("_", "-") not in known and not _is_number(option):
+            near = difflib.get_close_matches(option, known, 1)
+            if not near:
+                return None
+            option = near[0]
+        words.append(f"{option}{equals}{value}")
+    return None if words == list(arguments) else words
+
+
+def _options(kind: Any, arguments: Sequence[str]) -> list[str]:
+    """Return the options that the help of a command, or of the subcommand in ``arguments``, names."""
+    subcommand = itertools.takewhile(lambda word: not word.startswith("-"), arguments)
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown), contextlib.suppress(SystemExit):
+        parse(kind, args=[*subcommand, "--help"])
+    return re.findall(r"(?<![\w-])--?[a-z][\w-]*", shown.getvalue())
+
+
+def _is_number(word: str) -> bool:
+    return re.fullmatch(r"-[\d.]+", word) is not None
 
 
 def plain(report: str) -> str:

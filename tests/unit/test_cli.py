@@ -98,9 +98,12 @@ def test_an_unknown_command_is_one_line_and_exit_code_2(capsys):
     expected = "hvdkit: no command 'docter'; did you mean 'doctor'? `hvdkit help` lists all\n"
     for typed in (["docter"], ["help", "docter"], ["docter", "--help"]):
         assert (cli.main(typed), capsys.readouterr().err) == (2, expected), typed
-    assert cli.main(["train.py"]) == 2  # resembles none
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and all(name in error for name in cli.COMMANDS)
+    for typed, script in (("mnist.py", "mnist.py"), ("work", "train.py")):  # these resemble none
+        assert cli.main([typed]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and all(name in error for name in cli.COMMANDS)
+        assert error.endswith(f"write hvdkit run -np 2 -- python {script}\n")
+    assert cli.main(["--hlep"]) == 2 and "did you mean '--help'?" in capsys.readouterr().err
 
 
 def test_a_script_that_does_not_exist_is_one_line(capsys, monkeypatch, tmp_path):
@@ -154,7 +157,11 @@ def check_help(config, command, shown):
     assert all(field.kw_only for field in dataclasses.fields(config))
     assert f"\nFor example:\n    {command}" in shown
     assert re.search(r"\nSee `hvdkit docs [a-z]", shown)
-    assert "None}" not in shown and not re.search(" $", shown, re.MULTILINE)
+    assert (
+        "None}" not in shown
+        and "default: None" not in " ".join(shown.split())
+        and not re.search(" $", shown, re.MULTILINE)
+    )
     hints = get_type_hints(config, include_extras=True)
     for field in dataclasses.fields(config):
         positional = "Positional" in str(hints[field.name])

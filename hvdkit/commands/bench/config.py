@@ -10,6 +10,7 @@ from typing import Annotated
 from tyro.conf import arg
 
 from hvdkit.commands.bench.workloads import BATCHES, USUAL_OPTIMIZERS, ModelName, OptimizerName
+from hvdkit.commands.options import UNSET
 from hvdkit.commands.run.config import EngineKind, RunConfig
 from hvdkit.errors import describe
 from hvdkit.profiling.settings import FIRST, LAST, ProfileSettings
@@ -22,13 +23,13 @@ _STEPS = re.compile(r"(\d+)-(\d+)")
 class JobOptions:
     """The ranks to start, as for ``hvdkit run``, and the workload that they run."""
 
-    np: Annotated[int | None, arg(aliases=["-np"])] = None
+    np: Annotated[int | None, arg(aliases=["-np"], help_behavior_hint="")] = None
     """Ranks to start; by default 2, or as many as the hosts of -H have slots."""
-    hosts: Annotated[str | None, arg(aliases=["-H"])] = None
+    hosts: Annotated[str | None, arg(aliases=["-H"], help_behavior_hint="")] = None
     """Hosts and their slots, e.g. node1:4,node2:4; a host without a number has one slot."""
     engine: EngineKind = "auto"
     """Launcher of the ranks, as for hvdkit run."""
-    interface: str | None = None
+    interface: Annotated[str | None, UNSET] = None
     """Network interface between hosts, as for hvdkit run."""
     ssh_args: str = ""
     """Arguments for ssh, as for hvdkit run."""
@@ -36,7 +37,7 @@ class JobOptions:
     model: ModelName = "cifar10"
     """Model to train: mlp (100 MB of gradients), cifar10 (the CIFAR-10 tutorial's network), resnet50 and vgg16 (on
     32x32 images), or recommender (26 sharded tables)."""
-    batch: int | None = None
+    batch: Annotated[int | None, UNSET] = None
     """Examples per step on each rank; the default depends on the model."""
     steps: int = 30
     """Steps to time, after the warm-up."""
@@ -44,7 +45,7 @@ class JobOptions:
     """Warm-up steps."""
     rounds: int = 1
     """Number of repetitions; the medians over all rounds are reported, to reduce the effect of other load."""
-    optimizer: OptimizerName | None = None
+    optimizer: Annotated[OptimizerName | None, UNSET] = None
     """Optimizer; the default depends on the model."""
 
     def __post_init__(self) -> None:
@@ -91,13 +92,13 @@ class Bench(JobOptions):
 
     scaling: bool = True
     """Also time a single rank, with the same number of threads."""
-    profile: Path | None = None
+    profile: Annotated[Path | None, UNSET] = None
     """Profile some steps, and write the trace of all ranks into this folder."""
-    profile_steps: str | None = None
+    profile_steps: Annotated[str | None, UNSET] = None
     """Steps of a program to profile, FIRST-LAST counted from 1; by default 10-20."""
     timeline: bool = False
     """Add Horovod's own timeline to the profile: the phases of each tensor on rank 0. This slows down rank 0."""
-    json: Path | None = None
+    json: Annotated[Path | None, UNSET] = None
     """Also write the results into this file."""
 
     def __post_init__(self) -> None:

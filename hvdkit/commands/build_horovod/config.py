@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
+from hvdkit.commands.options import UNSET
 from hvdkit.errors import describe
 
 MpiKind = Literal["wheel", "system", "none"]
@@ -33,7 +34,7 @@ class BuildHorovod:
     jobs: int = 0
     """Number of parallel compiler processes; 0 for as many as cores and free memory allow."""
 
-    cache_dir: Path | None = None
+    cache_dir: Annotated[Path | None, UNSET] = None
     """Folder for built wheels; by default ``hvdkit/horovod`` in the user's cache folder."""
 
     rebuild: bool = False
@@ -42,10 +43,10 @@ class BuildHorovod:
     install: bool = True
     """Install the wheel into this Python and check that it imports."""
 
-    wheel_dir: Path | None = None
+    wheel_dir: Annotated[Path | None, UNSET] = None
     """Write the wheel to this folder instead, for ``pip install --no-index --find-links`` on other hosts."""
 
-    sdist: Path | None = None
+    sdist: Annotated[Path | None, UNSET] = None
     """Horovod's source archive, for machines without a package index; its checksum is verified."""
 
     verbose: bool = False

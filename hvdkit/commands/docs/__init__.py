@@ -34,7 +34,7 @@ class Docs:
     See `hvdkit docs first-steps#help`.
     """
 
-    page: Positional[Annotated[str | None, arg(metavar="PAGE")]] = None
+    page: Positional[Annotated[str | None, arg(metavar="PAGE", help_behavior_hint="")]] = None
     """Name of a page, or PAGE#SECTION."""
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+from hvdkit.commands.options import UNSET
 from hvdkit.commands.plan.measurements import Measurements
 from hvdkit.commands.plan.scaling import Scaling, doublings, predict_scaling
 from hvdkit.errors import describe
@@ -33,15 +35,15 @@ class PlanConfig:
     tables: tuple[str, ...] = ()
     """NAME:ROWSxWIDTH, e.g. items:10000000x64; NAME:ROWSxWIDTH=column sets the placement (row, div, column, table,
     replicated)."""
-    measured: Path | None = None
+    measured: Annotated[Path | None, UNSET] = None
     """Predict the steps of a model on this cluster, measured with `hvdkit tune --save FILE`."""
     ranks: str = "4"
     """Number of ranks; for --measured also FIRST..LAST, doubling."""
-    bandwidth: str | None = None
+    bandwidth: Annotated[str | None, UNSET] = None
     """For --measured: bandwidth of a rank's link, if it differs from the measured one, e.g. 25Gbit."""
-    latency_us: float | None = None
+    latency_us: Annotated[float | None, UNSET] = None
     """For --measured: latency of a small message in microseconds, if it differs from the measured one."""
-    memory: str | None = None
+    memory: Annotated[str | None, UNSET] = None
     """Memory limit of one rank, e.g. 16GiB; exceeding it is an error."""
     optimizer: str = "sgd"
     """sgd, momentum, adagrad, adam, amsgrad, rmsprop or ftrl: determines the slots."""

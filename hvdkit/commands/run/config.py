@@ -10,6 +10,7 @@ from typing import Annotated, Literal, get_args
 
 from tyro.conf import UseAppendAction, arg
 
+from hvdkit.commands.options import UNSET
 from hvdkit.errors import describe
 
 EngineKind = Literal["auto", "mpirun", "horovodrun", "gloo", "srun"]
@@ -25,7 +26,7 @@ class RunConfig:
 
     The program begins after `--`, or at the first word that is not an option. The last line names the rank that failed
     first, and why. Exit code: 0 if all ranks ended with 0; otherwise that of the first rank that failed; 2 for wrong
-    usage; 75 if all ranks have saved after a signal.
+    usage; 75 if all ranks have saved after SIGTERM or SIGHUP, otherwise 143 or 129; 130 after Ctrl-C.
 
     For example:
         hvdkit run -np 4 -- python train.py                        this machine
@@ -44,11 +45,11 @@ class RunConfig:
         'auto'
     """
 
-    np: Annotated[int | None, arg(aliases=["-np"])] = None
+    np: Annotated[int | None, arg(aliases=["-np"], help_behavior_hint="")] = None
     """Number of ranks; default: the slots of all hosts."""
-    hosts: Annotated[str | None, arg(aliases=["-H"])] = None
+    hosts: Annotated[str | None, arg(aliases=["-H"], help_behavior_hint="")] = None
     """Hosts and their slots, e.g. node1:4,node2:4; a host without a number has one slot."""
-    hostfile: Path | None = None
+    hostfile: Annotated[Path | None, UNSET] = None
     """File with one host per line: `node1 slots=4` or `node1:4`."""
     slurm: bool = False
     """Take hosts and slots from this Slurm allocation."""
@@ -61,13 +62,13 @@ class RunConfig:
     """Print the command (or the manifest) without starting it."""
     max_restarts: int = 0
     """Number of restarts after failures."""
-    min_np: int | None = None
+    min_np: Annotated[int | None, UNSET] = None
     """Minimum number of ranks for a restart after hosts are lost; default: -np."""
     env: UseAppendAction[tuple[str, ...]] = ()
     """Name (not value) of an environment variable to pass on: --env A --env B."""
-    logs: Path | None = None
+    logs: Annotated[Path | None, UNSET] = None
     """Folder for a log of each rank: rank-0.log, rank-1.log, ..."""
-    interface: str | None = None
+    interface: Annotated[str | None, UNSET] = None
     """Network interface between the hosts; default: the one that ssh or srun uses."""
     ssh_args: str = ""
     """Arguments for ssh, e.g. --ssh-args="-p 2222 -i key"; also passed to the engine."""
@@ -80,7 +81,7 @@ class RunConfig:
     """Seconds for ranks to save after SIGTERM or Ctrl-C before they are killed."""
     backoff: float = 1.0
     """Seconds before the first restart; doubled for each further restart, up to a minute."""
-    image: str | None = None
+    image: Annotated[str | None, UNSET] = None
     """Container image with hvdkit and the program, for --k8s."""
     name: str = "hvdkit"
     """Name of the MPIJob, for --k8s."""

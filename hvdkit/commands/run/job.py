@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import socket
 import sys
@@ -142,10 +143,12 @@ def prepare(config: RunConfig, program: Sequence[str]) -> Job:
 
 def _check_program(program: Sequence[str], config: RunConfig) -> None:
     if not program:
-        raise ValueError(describe("program", "none", "a command after --", "hvdkit run -np 4 -- python train.py"))
+        remedy = "write: hvdkit run -np 4 -- python train.py"
+        raise ValueError(describe("program", "none", "a command after --", remedy))
     if shutil.which(program[0]) is None:
-        is_script = program[0].endswith(".py")
-        remedy = f"write: -- python {program[0]}" if is_script else "check its name, or activate its environment"
+        remedy = "check its name, or activate its environment"
+        if program[0].endswith(".py"):
+            remedy = f"write: {_command_for_script(program, config)}"
         raise ValueError(describe("program", program[0], "a command that can be run here", remedy))
     is_here = config.hosts is None and config.hostfile is None and not config.slurm and not config.dry_run
     if is_here and Path(program[0]).name.startswith("python") and len(program) > 1:
@@ -153,6 +156,18 @@ def _check_program(program: Sequence[str], config: RunConfig) -> None:
         if script.suffix == ".py" and not script.exists():  # otherwise every rank would report it
             got = f"{script} (no such file in {Path.cwd()})"
             raise ValueError(describe("program", got, "a script", "check its path"))
+
+
+def _command_for_script(program: Sequence[str], config: RunConfig) -> str:
+    """Return the command that starts a script, whose name may stand before the options of ``hvdkit run``."""
+    words = list(program)
+    ranks = config.np
+    for option in ("-np", "--np"):
+        if option in words[:-1]:
+            index = words.index(option)
+            ranks = ranks or int(words[index + 1]) if words[index + 1].isdecimal() else ranks
+            del words[index : index + 2]
+    return f"hvdkit run -np {ranks or 2} -- python {shlex.join(words)}"
 
 
 def _hosts(config: RunConfig, environment: dict[str, str]) -> tuple[Host, ...]:
