@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,10 @@ from hvdkit.cluster.tensorflow_loading import load_tensorflow
 from hvdkit.errors import ClusterError, describe, see
 from hvdkit.machine.launcher import ALONE, LaunchedRank
 from hvdkit.machine.mpi import loaded_libraries
+from hvdkit.watchdog.lines import write_line
+
+# Free bytes below which the disk of Open MPI's temporary files counts as full.
+_LEAST_BYTES = 1 << 16
 
 
 def load_horovod() -> ModuleType:
@@ -87,6 +92,7 @@ def start_horovod(
             world size differs from the launcher's.
     """
     _check_mpirun_is_running(launched)
+    _warn_of_full_disk(launched)
     hvd = load_horovod()
     communicator = None
     if launched.controller == "mpi":
@@ -156,6 +162,17 @@ def _check_mpirun_is_running(launched: LaunchedRank) -> None:
     got = f"{variables} without an mpirun around this process (PMIX_RANK is not set)"
     remedy = f"start with `mpirun -np {launched.size} python ...`, or unset the OMPI_COMM_WORLD variables"
     raise ClusterError(describe("launcher", got, f"a rank that mpirun started, one of {launched.size}", remedy))
+
+
+def _warn_of_full_disk(launched: LaunchedRank) -> None:
+    """Warn if Open MPI has no space for its temporary files: MPI_Init then fails without naming the folder."""
+    folder = os.environ.get("PMIX_SERVER_TMPDIR", "")
+    with suppress(OSError):
+        if launched.local_rank == 0 and folder and shutil.disk_usage(folder).free < _LEAST_BYTES:
+            write_line(
+                f"hvdkit: the disk of {folder} is full, where Open MPI writes temporary files: if MPI does not start, "
+                "free space there, or export TMPDIR=/another/folder before mpirun"
+            )
 
 
 def _check_srun_plugin(launched: LaunchedRank) -> None:

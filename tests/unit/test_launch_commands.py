@@ -261,6 +261,10 @@ def test_the_check_compares_versions_of_hvdkit_too():
     )
     assert answer.problem.startswith(f"it has hvdkit 0.0.9 (this host: {hvdkit.__version__})")
 
+    full = ["env", "TMPDIR=/dev/null/x"]
+    (answer,) = preflight.check(["n1"], lambda host, command: [*full, *command], WAIT, temporary_bytes=4096)
+    assert answer.problem.startswith("TMPDIR: got /dev/null/x (Not a directory), expected a folder for")
+
 
 def test_a_host_may_have_a_nightly_build(tmp_path):
     """Its distribution has another name; -S leaves out this environment's packages."""

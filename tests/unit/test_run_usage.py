@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 
+import pytest
+
+from hvdkit.cluster import engine
 from hvdkit.commands.cli import main
+from hvdkit.commands.run.host_probe import temporary_problem
+from hvdkit.machine.launcher import ALONE
 
 WRONG = (
     (["-np", "2", "--"], "program: got none"),
@@ -44,3 +50,35 @@ def test_a_dry_run_starts_nothing(capsys, monkeypatch):
     assert "s3cret" not in shown
     assert main(["run", "-np", "2", "--dry-run", "--engine", "gloo", "--", "python", "train.py"]) == 0
     assert re.fullmatch(r"\S*horovodrun --gloo -np 2 python train\.py\n", capsys.readouterr().out)
+
+
+def test_a_full_disk_is_named_before_anything_starts(capsys, monkeypatch, tmp_path):
+    """Open MPI failed after 70 s with lines of PMIx, none of which named the disk."""
+    monkeypatch.setenv("TMPDIR", "/dev/null/x")
+    command = ["run", "-np", "2", "--engine", "mpirun", "--", "true"]
+    assert main(command) == 2
+    named = "TMPDIR: got /dev/null/x (Not a directory), expected a folder for temporary files that can be written"
+    assert named in capsys.readouterr().err
+    (tmp_path / "read-only").mkdir(mode=0o555)
+    for folder, missing, needed in (("", 0, 16 << 20), ("not/yet", 0, 16 << 20), ("read-only", os.geteuid(), 4096)):
+        problem = temporary_problem({"TMPDIR": str(tmp_path / folder)}, needed)
+        assert (problem is not None) == bool(missing), problem
+    if os.geteuid():
+        pytest.skip("only root can mount a small disk")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], check=True)
+    try:
+        monkeypatch.setenv("TMPDIR", str(tmp_path))
+        assert main(command) == 2
+        written = capsys.readouterr().err
+        assert f"TMPDIR: got {tmp_path} (No space left on device)" in written
+        assert "with 16 MiB of free space; free space there, or export TMPDIR=/another/folder" in written
+        assert not list(tmp_path.iterdir())
+        monkeypatch.setenv("PMIX_SERVER_TMPDIR", str(tmp_path))  # as in a rank of plain mpirun
+        for used, words in ((0, ""), (1 << 20, f"the disk of {tmp_path} is full, where Open MPI writes")):
+            with (tmp_path / "used").open("wb") as file:
+                file.write(bytes(used))
+            engine._warn_of_full_disk(ALONE)
+            written = capsys.readouterr().err
+            assert words in written and bool(words) == bool(written)
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)

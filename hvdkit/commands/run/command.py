@@ -27,7 +27,7 @@ def run(config: RunConfig, program: Sequence[str]) -> int | str:
 
     Raises:
         ValueError: an option, a host or the program is invalid; nothing has been started.
-        ClusterError: a host fails the check, or an engine is missing; nothing has been started.
+        ClusterError: a host fails the check, an engine is missing, or a disk is full; nothing has been started.
     """
     if config.k8s:
         from hvdkit.commands.run.kubernetes import kubernetes
@@ -39,6 +39,7 @@ def run(config: RunConfig, program: Sequence[str]) -> int | str:
         network, answers = job.network(hosts)
         raise_problems(answers)
         return str(job.command_line(hosts, plain(program), network.interface))
+    job.check_temporary_files()
     if config.logs is not None:
         try:
             config.logs.mkdir(parents=True, exist_ok=True)

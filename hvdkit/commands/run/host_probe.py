@@ -1,16 +1,20 @@
 """Runs on other hosts before the start, over ssh or srun, and reports their software and addresses.
 
 The source is sent on standard input, and needs only the standard library, to be able to report missing packages. The
-argument is the folder of hvdkit on the host that runs the check.
+arguments are the folder of hvdkit on the host that runs the check, and the bytes that the engine writes to the folder
+for temporary files.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import socket
 import sys
+import tempfile
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -40,7 +44,32 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def report(folder: str) -> dict[str, object]:
+def temporary_problem(variables: Mapping[str, str], needed: int) -> str | None:
+    """Return why the engine cannot write ``needed`` bytes of temporary files, with a remedy; None if it can.
+
+    Open MPI fails after a minute, with messages of PMIx that do not name the folder. It creates the folder if it does
+    not exist.
+    """
+    names = ("OMPI_MCA_orte_tmpdir_base", "PRTE_MCA_prte_tmpdir_base", "TMPDIR")
+    name = next((one for one in names if variables.get(one)), "TMPDIR")
+    chosen = Path(variables.get(name) or "/tmp").absolute()
+    folder = next(one for one in (chosen, *chosen.parents) if os.access(one, os.F_OK))
+    if needed == 0:
+        return None
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, needed)
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):  # a file system that cannot reserve space
+            return None
+        got = f"{name}: got {chosen} ({os.strerror(error.errno or 0)})"
+        size = f"{needed >> 20} MiB" if needed >> 20 else f"{needed >> 10} KiB"
+        remedy = "free space there, or export TMPDIR=/another/folder"
+        return f"{got}, expected a folder for temporary files that can be written, with {size} of free space; {remedy}"
+    return None
+
+
+def report(folder: str, needed: int) -> dict[str, object]:
     """Return the facts about this host that the check needs."""
     try:
         import psutil
@@ -52,7 +81,13 @@ def report(folder: str) -> dict[str, object]:
     except ImportError:
         addresses = {}
     client, server = _ends()
-    return {"versions": versions(folder), "addresses": addresses, "client": client, "server": server}
+    return {
+        "versions": versions(folder),
+        "addresses": addresses,
+        "client": client,
+        "server": server,
+        "temporary": temporary_problem(os.environ, needed),
+    }
 
 
 def _ends() -> tuple[str, str]:
@@ -70,4 +105,4 @@ def _ends() -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    print(MARK + json.dumps(report(sys.argv[1])))
+    print(MARK + json.dumps(report(sys.argv[1], int(sys.argv[2]))))

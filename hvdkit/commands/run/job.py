@@ -15,13 +15,24 @@ from typing import Any
 
 from hvdkit.commands.run.config import RunConfig
 from hvdkit.commands.run.engine_choice import EngineFacts, choose
-from hvdkit.commands.run.engines import CommandLine, Engine, LaunchSpec, command_line, select_variables
+from hvdkit.commands.run.engines import (
+    CommandLine,
+    Engine,
+    LaunchSpec,
+    command_line,
+    engine_environment,
+    select_variables,
+)
+from hvdkit.commands.run.host_probe import temporary_problem
 from hvdkit.commands.run.hosts import Host, parse_hosts, place_ranks, read_hostfile, slots_of, slurm_hosts
 from hvdkit.commands.run.preflight import THIS_HOST, Answer, Network, Remote, check, network, srun_command, ssh_command
-from hvdkit.errors import describe
+from hvdkit.errors import ClusterError, describe
 from hvdkit.machine.environment import outside_a_job
 from hvdkit.machine.terminal import is_terminal
 from hvdkit.watchdog.settings import HEARTBEAT, seconds
+
+# Open MPI 4.1 writes two files of 4 MiB, and one per 4 MiB of the ranks' addresses; the file of secret.py is small.
+_OPEN_MPI_BYTES, _OFFER_BYTES = 16 << 20, 4 << 10
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,25 @@ class Job:
     def first_hosts(self) -> tuple[Host, ...]:
         """Return the hosts of the first attempt, with the number of ranks on each as slots."""
         return place_ranks(self.hosts, self.config.np)
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Bytes that the engine writes to the folder for temporary files on each host. srun writes them elsewhere."""
+        if self.engine.name in ("mpirun", "horovodrun"):
+            is_open_mpi = self.engine.mpi is None or self.engine.mpi.vendor == "Open MPI"
+            return _OPEN_MPI_BYTES if is_open_mpi else _OFFER_BYTES
+        return _OFFER_BYTES if self.engine.name == "gloo" else 0
+
+    def check_temporary_files(self) -> None:
+        """Check that the engine can write its temporary files on this host.
+
+        Raises:
+            ClusterError: it cannot; with the folder and the remedy.
+        """
+        needed = self.temporary_bytes
+        variables = engine_environment(self.environment, self.names)
+        if needed and (problem := temporary_problem(variables, needed)) is not None:
+            raise ClusterError(problem)
 
     def command_line(
         self, hosts: tuple[Host, ...], command: Sequence[str], interface: str | None, *names: str
@@ -88,7 +118,7 @@ class Job:
             return THIS_HOST, []
         if not self.config.check:
             return network(None, self.config.interface), []
-        answers = check(others, self.remote(connect_timeout), self.config.check_timeout)
+        answers = check(others, self.remote(connect_timeout), self.config.check_timeout, self.temporary_bytes)
         good = [answer for answer in answers if answer.problem is None]
         return (network(good, self.config.interface) if good else THIS_HOST), answers
 

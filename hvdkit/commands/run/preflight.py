@@ -131,15 +131,16 @@ def explain_failure(host: str, code: int, text: str, program: str = "ssh") -> st
     return f"{program} ended with exit code {code}: {last}; try `{command} {sys.executable} --version`"
 
 
-def check(hosts: Sequence[str], remote: Remote, timeout: float) -> list[Answer]:
+def check(hosts: Sequence[str], remote: Remote, timeout: float, temporary_bytes: int = 0) -> list[Answer]:
     """Run the probe on all hosts concurrently.
 
     Returns:
-        The answers, in order, with a problem if the host did not run the probe, or has other versions than this one.
+        The answers, in order, with a problem if the host did not run the probe, has other versions than this one, or
+        less than ``temporary_bytes`` for temporary files.
     """
     source = Path(host_probe.__file__).read_text(encoding="utf-8")
     local = host_probe.versions(_FOLDER)
-    replies = run_on(hosts, remote, [sys.executable, "-", _FOLDER], source, timeout)
+    replies = run_on(hosts, remote, [sys.executable, "-", _FOLDER, str(temporary_bytes)], source, timeout)
     answers = []
     for host, (output, problem) in zip(hosts, replies, strict=True):
         line = next((line for line in output.splitlines() if line.startswith(host_probe.MARK)), None)
@@ -147,7 +148,7 @@ def check(hosts: Sequence[str], remote: Remote, timeout: float) -> list[Answer]:
             answers.append(Answer(host, problem or f"it did not run {sys.executable}; does ssh force a command there?"))
             continue
         report = json.loads(line.removeprefix(host_probe.MARK))
-        problem = differences(report["versions"], local)
+        problem = differences(report["versions"], local) or report["temporary"]
         answers.append(Answer(host, problem, report["addresses"], report["client"], report["server"]))
     return answers
 
