@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -215,5 +215,6 @@ def _first_row(name: str, array: Any) -> np.ndarray:
     except Exception as error:
         got = f"{type(array).__name__}, which failed to read row 0 ({error})"
         expected = "an array, or an object whose [] takes an integer array and returns those rows"
-        raise TypeError(describe(name, got, expected, "convert it with np.asarray")) from error
+        remedy = "pass dict(arrays)" if isinstance(array, Mapping) else "convert it with np.asarray"  # np.load of .npz
+        raise TypeError(describe(name, got, expected, remedy)) from error
     return row

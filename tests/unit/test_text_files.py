@@ -115,3 +115,31 @@ def test_a_log_of_clicks_may_have_to_end_with_a_line_end(tmp_path, caplog):
         hk.data.criteo(tmp_path / "day", expect_final_newline=True)
     assert hk.data.criteo(tmp_path / "day").examples == 4
     assert "day: the last line has no line end" in caplog.text
+
+
+def test_quotes_are_reported(tmp_path, caplog):
+    """pandas, R and spreadsheets write text with delimiters or line ends in double quotes."""
+    wrong = {
+        "delimiter": ('"Smith, John",1\n', "line 2 .* has 3 values"),
+        "line end": ('"Dear\nJohn",1\n', "line 2 .* has 1 values"),
+        "number": ('John,"1"\n', "line 2 .* cannot be parsed"),
+    }
+    for name, (line, message) in wrong.items():
+        (tmp_path / name).write_text("user,item\n" + line)
+        with pytest.raises(hk.DataError, match=message + ".*write the file again without quotes"):
+            rows_of(hk.data.delimited(tmp_path / name, COLUMNS, header_lines=1), 1, 1)
+
+    (tmp_path / "text.csv").write_text('a,1\n"c",2\n"d",3\n')
+    with caplog.at_level(logging.WARNING):
+        found = rows_of(hk.data.delimited(tmp_path / "text.csv", COLUMNS), 1, 3)
+    assert found == [(b"a", 1), (b'"c"', 2), (b'"d"', 3)]
+    (record,) = caplog.records
+    assert "column 'user' begin with a double quote" in record.getMessage()
+
+
+def test_an_archive_of_arrays_is_passed_as_a_dict(tmp_path):
+    np.savez_compressed(tmp_path / "a.npz", x=np.arange(6))
+    with pytest.raises(TypeError, match=r"NpzFile.*pass dict\(arrays\)"):
+        GlobalBatches(np.load(tmp_path / "a.npz"), 2, rank=0, size=1)
+    batch = next(GlobalBatches(dict(np.load(tmp_path / "a.npz")), 2, rank=0, size=1))
+    np.testing.assert_array_equal(batch["x"], [0, 1])

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from pyarrow import csv
 
+from hvdkit.cluster.logs import warn_once
 from hvdkit.data.files.columns import taken_columns, to_numpy
 from hvdkit.data.files.formats import BlockRows, FileLayout, OnError
 from hvdkit.data.files.listing import File
@@ -24,6 +25,14 @@ _MARK = b"\xef\xbb\xbf"
 _MARKS = re.compile(rb"^(?:%b)+" % _MARK, re.MULTILINE)
 """Byte-order marks at the starts of lines."""
 _UTF_16 = b"\xff\xfe", b"\xfe\xff"
+
+
+_WITHOUT_QUOTES = "write the file again without quotes, or as Parquet"
+
+
+def _about_quotes(line: bytes) -> str:
+    """Return the end of an error message about a line that may have quoted values."""
+    return f"; values in double quotes are not supported: {_WITHOUT_QUOTES}" if b'"' in line else ""
 
 
 class LineFormat(RecordFormat):
@@ -117,9 +126,8 @@ class DelimitedFormat(LineFormat):
             if b"\r" in line:
                 raise DataError(f"{where} has a carriage return within it; end lines with \\n or \\r\\n")
             if (values := line.count(self._delimiter.encode()) + 1) != len(self._types):
-                raise DataError(
-                    f"{where} has {values} values separated by {self._delimiter!r}, expected {len(self._types)}"
-                )
+                expected = f"values separated by {self._delimiter!r}, expected {len(self._types)}"
+                raise DataError(f"{where} has {values} {expected}{_about_quotes(line)}")
         return lines
 
     def block(self, source: OpenFile, numbers: np.ndarray) -> dict[str, np.ndarray]:
@@ -144,7 +152,19 @@ class DelimitedFormat(LineFormat):
             where = f"lines {numbers[0] + 1 + self._header_lines} to {numbers[-1] + 1 + self._header_lines}"
             raise DataError(f"{where} of {source.file.url} cannot be parsed: {error}") from error
         self._require_no_wrapped(source, numbers, text, columns)
+        if b'"' in text:
+            self._warn_of_quotes(columns)
         return columns
+
+    def _warn_of_quotes(self, columns: Mapping[str, np.ndarray]) -> None:
+        """Warn once of text in double quotes, which other readers remove; a line end between them ends the line."""
+        for name, kind in self._types.items():
+            if pa.types.is_binary(kind) and any(value.startswith(b'"') for value in columns.get(name, ())):
+                warn_once(
+                    f"delimited text: values of column {name!r} begin with a double quote, which is part of the value: "
+                    "quotes are not removed, and delimiters and line ends between them separate values and lines; "
+                    f"{_WITHOUT_QUOTES} if they are not part of the text"
+                )
 
     def _require_no_wrapped(
         self, source: OpenFile, numbers: np.ndarray, text: bytes, columns: Mapping[str, np.ndarray]
@@ -181,7 +201,7 @@ class DelimitedFormat(LineFormat):
                 self._parsed(line)
             except (pa.ArrowInvalid, TypeError) as cause:
                 where = f"line {number + 1 + self._header_lines} of {source.file.url}"
-                raise DataError(f"{where} cannot be parsed: {cause}") from error
+                raise DataError(f"{where} cannot be parsed: {cause}{_about_quotes(line)}") from error
 
     def arrays(self, table: pa.Table) -> dict[str, np.ndarray]:
         """Return the arrays of a block."""
