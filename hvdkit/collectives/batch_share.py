@@ -37,7 +37,7 @@ def share_of_batch(factor: tf.Tensor | None) -> Iterator[None]:
     """Multiply the gradients of all steps traced or run in this context by ``factor``, on this thread.
 
     Args:
-        factor: float32 scalar tensor f_r; 0 on a rank without rows, whose gradients count as zeros even if they are not
+        factor: float64 scalar tensor f_r; 0 on a rank without rows, whose gradients count as zeros even if they are not
             finite. None if all ranks have the same number of rows.
     """
     previous = _current.factor, _current.active

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -84,6 +85,8 @@ def _listed(name: str, items: Any) -> list[Any]:
 def _gradient(name: str, grad: Any, variable: Any) -> Gradient:
     if grad is None:
         return None
+    if isinstance(grad, (tf.Variable, keras.Variable)):  # a sum of gradients that a training step has kept
+        grad = tf.convert_to_tensor(grad)
     dtype = None if variable is None else tf.as_dtype(variable.dtype)
     result = _rows(name, grad, variable, dtype) if isinstance(grad, tf.IndexedSlices) else _tensor(name, grad, dtype)
     if not result.dtype.is_floating:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from hvdkit.errors import describe, integer
+from hvdkit.sharding.optimizer_configs import config_of
 
 Placement = Literal["row", "div", "column", "table", "replicated"]
 PLACEMENTS: tuple[str, ...] = get_args(Placement)
@@ -136,7 +137,7 @@ def _optimizer(value: Any, where: str) -> Any:
 
 def _optimizer_key(optimizer: Any) -> str:
     """Return a key that is equal for equal optimizers on all ranks: class and configuration."""
-    config = {name: value for name, value in optimizer.get_config().items() if name != "name"}
+    config = {name: value for name, value in config_of(optimizer).items() if name != "name"}
     values = {name: getattr(value, "__qualname__", value) for name, value in config.items()}
     return f"{type(optimizer).__name__}({', '.join(f'{name}={value}' for name, value in sorted(values.items()))})"
 

@@ -19,7 +19,7 @@ from hvdkit.training.fit_session import FitSession, check_model, check_not_alone
 from hvdkit.training.global_batch_shares import GlobalBatchShares
 from hvdkit.training.inputs import DataPair, FitData, check_batch_size_of_model, prepare_data
 from hvdkit.training.keras_callbacks import CallbackList
-from hvdkit.training.model_optimizers import warn_of_repeated_rows
+from hvdkit.training.model_optimizers import warn_of_float8, warn_of_repeated_rows
 from hvdkit.training.own_methods import call_own, has_own, keras_method
 from hvdkit.training.source_checks import warn_of_sums
 
@@ -188,7 +188,7 @@ def _fit(
             sample_weight=val_weight,
             batch_size=validation_batch_size or (None if isinstance(val_x, GlobalBatches) else batch_size),
         )
-        validation = FitData(**validation_arguments, steps=validation_steps, argument="validation_data")
+        validation = FitData(**validation_arguments, steps=validation_steps, argument="validation_data", is_late=True)
         validation_shares = validation.shares()
         check_batch_size_of_model(model, validation_shares)
         if isinstance(validation_shares, GlobalBatchShares):
@@ -199,6 +199,7 @@ def _fit(
     may_be_empty = shares.may_be_empty or (validation_shares is not None and validation_shares.may_be_empty)
     session = FitSession.of(model, may_be_empty=may_be_empty)
     warn_of_repeated_rows(model)
+    warn_of_float8(model)
     warn_of_local_statistics(model)
     warn_of_sums(model)
     if logdir is not None:

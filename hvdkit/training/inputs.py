@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import random
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import tensorflow as tf
 from keras.src.trainers import data_adapters
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from tensorflow.python.eager import context
 
@@ -24,7 +26,7 @@ from hvdkit.data.mixtures import Mixture
 from hvdkit.errors import describe
 from hvdkit.training.array_shares import ArrayShares
 from hvdkit.training.global_batch_shares import GlobalBatchShares
-from hvdkit.training.shares import DataRank, Shares, first_tensor
+from hvdkit.training.shares import DataRank, LateAdapter, Shares, first_tensor
 from hvdkit.training.strategies import check_no_scope
 
 DataPair = tuple[Shares, Shares | None]
@@ -39,6 +41,7 @@ class FitData:
         x, y, sample_weight, batch_size, steps, shuffle, class_weight: as for ``model.fit``.
         initial_epoch: initial epoch of training; None for evaluation and prediction.
         argument: the argument name, for error messages.
+        is_late: whether batches of Python code, a PyDataset or a generator, may be read only when Keras reads them.
     """
 
     x: Any
@@ -50,6 +53,7 @@ class FitData:
     class_weight: Any = None
     initial_epoch: int | None = None
     argument: str = "x"
+    is_late: bool = False
 
     def shares(self) -> Shares:
         """Return this rank's shares.
@@ -62,6 +66,22 @@ class FitData:
         if isinstance(self.x, FileSource | Mixture):
             remedy = "pass hk.data.GlobalBatches(source, global_batch_size)"
             raise TypeError(describe(self.argument, self.x, "GlobalBatches", remedy))
+        data_rank = DataRank.local()
+        if self.is_late and isinstance(self.x, (keras.utils.PyDataset, Generator)):
+            length = self.x.num_batches if isinstance(self.x, keras.utils.PyDataset) else None
+            late = LateAdapter(lambda: self._checked_adapter(data_rank), length)
+            return Shares(late, data_rank, may_start_mid_data=self.steps is not None, parts=division_of(self.x))
+        inner = self._checked_adapter(data_rank)
+        if isinstance(inner, ArrayDataAdapter):
+            self._check_rows(inner.batch_size, data_rank)
+            return ArrayShares(inner, data_rank)
+        parts = division_of(self.x)
+        shares = Shares(inner, data_rank, may_start_mid_data=self.steps is not None, parts=parts)
+        shares.get_tf_dataset()
+        return shares
+
+    def _checked_adapter(self, data_rank: DataRank) -> DataAdapter:
+        """Return Keras's adapter of the global batches."""
         inner = data_adapters.get_data_adapter(
             x=self.x,
             y=self.y,
@@ -71,16 +91,9 @@ class FitData:
             shuffle=False if isinstance(self.x, tf.data.Dataset) else self.shuffle,  # Keras would warn
             class_weight=self.class_weight,
         )
-        data_rank = DataRank.local()
-        if isinstance(inner, ArrayDataAdapter):
-            self._check_rows(inner.batch_size, data_rank)
-            return ArrayShares(inner, data_rank)
-        parts = division_of(self.x)
-        shares = Shares(inner, data_rank, may_start_mid_data=self.steps is not None, parts=parts)
-        if parts is None and cluster.size() > 1:
+        if not isinstance(inner, ArrayDataAdapter) and division_of(self.x) is None and cluster.size() > 1:
             self._check_batched(inner.get_tf_dataset().element_spec, data_rank)
-        shares.get_tf_dataset()
-        return shares
+        return inner
 
     def _global_batch_shares(self, batches: GlobalBatches) -> GlobalBatchShares:
         remedies = {
@@ -124,7 +137,9 @@ def check_batch_size_of_model(model: Any, shares: Shares) -> None:
     size = shares.data_rank.size
     inputs = getattr(model, "inputs", None) or ()
     fixed = next((x.shape[0] for x in inputs if len(x.shape) and x.shape[0] is not None), None)
-    if size == 1 or fixed is None or not any(getattr(each, "stateful", False) for each in model._flatten_layers()):
+    if size == 1 or fixed is None or isinstance(shares.inner, LateAdapter):
+        return
+    if not any(getattr(each, "stateful", False) for each in model._flatten_layers()):
         return
     if isinstance(shares.inner, ArrayDataAdapter):
         rows = shares.inner.batch_size

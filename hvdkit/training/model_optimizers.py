@@ -18,6 +18,7 @@ from hvdkit.errors import describe
 from hvdkit.optimizer.copies import Original
 from hvdkit.optimizer.distributed import distribute
 from hvdkit.optimizer.mixins import DistributedMixin
+from hvdkit.sharding.optimizer_configs import config_of
 from hvdkit.training.attribute_swap import swap_attributes
 
 _MAX_OPTIMIZERS = 64  # longer lists are assumed to contain something else
@@ -81,6 +82,21 @@ def warn_of_repeated_rows(model: Any) -> None:
         )
 
 
+def warn_of_float8(model: Any) -> None:
+    """Warn on the chief, once per process, that float8 layers round gradients by scales of a rank's own loss.
+
+    The loss of a rank is the mean of its rows, so the gradients of its layers' outputs are N times as large as in one
+    process, as are their scales. Steps with other scales round other numbers.
+    """
+    if cluster.size() == 1 or not cluster.is_chief():
+        return
+    if any(getattr(variable, "overwrite_with_gradient", False) for variable in model.trainable_variables):
+        warn_once(
+            "float8 layers: output gradients are rounded with the scale of each rank's mean loss, which is that of one "
+            "process times the number of ranks; results are close to those of one process, not equal"
+        )
+
+
 def compare_optimizers(model: Any) -> None:
     """Compare the settings of the ranks' optimizers. Their variables are broadcast from the chief later.
 
@@ -139,7 +155,7 @@ def _settings(optimizer: Any) -> _OptimizerSettings:
             is_plain = value is None or isinstance(value, (bool, int, float, str, np.generic))
             values[name] = repr(value) if is_plain else type(value).__name__
 
-    flatten("", optimizer.get_config())
+    flatten("", config_of(optimizer))
     return _OptimizerSettings(int(np.asarray(optimizer.iterations)), values)
 
 
@@ -188,11 +204,9 @@ def _rate(optimizer: Any) -> float:
 
 
 def _owners(model: Any) -> Iterator[Any]:
-    """Yield the model and its inner models, which may have their own optimizers."""
+    """Yield the model and its layers, which may have their own optimizers."""
     yield model
-    for layer in model._flatten_layers(include_self=False):
-        if isinstance(layer, keras.Model):
-            yield layer
+    yield from model._flatten_layers(include_self=False)
 
 
 def _items(value: Any) -> Iterable[Any]:

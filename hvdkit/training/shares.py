@@ -5,7 +5,7 @@ shares are empty: these ranks process the first row of the batch with weight 0. 
 N must divide each length (see :class:`BatchDivision`). The elements of a dataset become
 ``(data, info)``; ``info`` is a dict for the step, empty for a single rank:
 
-    factor   float32, f_r = n_r N / b (see :mod:`hvdkit.collectives.batch_share`); omitted if all shares are equal
+    factor   float64, f_r = n_r N / b (see :mod:`hvdkit.collectives.batch_share`); omitted if all shares are equal
     digest   int64, digest of the first and last rows of the global batch, to compare the ranks' data; 0 after the
              first batch, if every epoch starts with that batch
     rows     int32, b; used to restore the order of the global batch in predictions
@@ -15,7 +15,7 @@ N must divide each length (see :class:`BatchDivision`). The elements of a datase
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +60,7 @@ class DataRank:
         info: dict[str, tf.Tensor] = {"rows": tf.cast(rows, tf.int32)}
         if isinstance(rows, int) and rows % self.size == 0:
             return start, end, info
-        info["factor"] = tf.cast((end - start) * self.size, tf.float32) / tf.cast(rows, tf.float32)
+        info["factor"] = tf.cast((end - start) * self.size, tf.float64) / tf.cast(rows, tf.float64)
         if isinstance(rows, int) and rows >= self.size:
             return start, end, info
         is_empty = tf.equal(start, end)
@@ -238,6 +238,49 @@ def untuned_options() -> tf.data.Options:
     return options
 
 
+class LateAdapter(DataAdapter):
+    """Keras's adapter of a PyDataset or a generator, made when its batches are first needed.
+
+    Keras reads the first two batches to learn their dtypes. It reads those of validation data after the first epoch of
+    training: sources that draw random numbers, and those that share NumPy's generator with the training data, have
+    other batches if they are read earlier.
+
+    Args:
+        make: returns the adapter.
+        num_batches: the number of batches; None if unknown.
+    """
+
+    def __init__(self, make: Callable[[], DataAdapter], num_batches: int | None) -> None:
+        self._make, self._num_batches = make, num_batches
+        self._adapter: DataAdapter | None = None
+
+    @property
+    def is_made(self) -> bool:
+        """Return True if the adapter has been made."""
+        return self._adapter is not None
+
+    def get_tf_dataset(self) -> tf.data.Dataset:
+        """Return the dataset of the global batches."""
+        if self._adapter is None:
+            self._adapter = self._make()
+        return self._adapter.get_tf_dataset()
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches per epoch; None if unknown."""
+        return self._num_batches if self._adapter is None else self._adapter.num_batches
+
+    def on_epoch_begin(self) -> None:
+        """Notify the adapter."""
+        if self._adapter is not None:
+            self._adapter.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        """Notify the adapter."""
+        if self._adapter is not None:
+            self._adapter.on_epoch_end()
+
+
 class Shares(DataAdapter):
     """Keras data adapter for this rank's shares of the global batches of another adapter.
 
@@ -270,6 +313,8 @@ class Shares(DataAdapter):
     @property
     def may_be_empty(self) -> bool:
         """Return False if no share can be empty."""
+        if isinstance(self.inner, LateAdapter) and not self.inner.is_made:
+            return self.data_rank.size > 1
         data, info = self.get_tf_dataset().element_spec
         first = first_tensor(data if self._division is None else self._division.spec)
         return "factor" in info and (first is None or not first.shape.rank or first.shape[0] is None)

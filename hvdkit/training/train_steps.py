@@ -53,7 +53,7 @@ class ShareSteps:
         self._traced: set[str] = set()
         self.row_means = RowMeans()
         # Create variables here: a step that creates variables is traced twice.
-        self.last_factor = tf.Variable(1.0, trainable=False, name="hvdkit_last_factor")
+        self.last_factor = tf.Variable(1.0, trainable=False, dtype=tf.float64, name="hvdkit_last_factor")
         self.digests = tf.Variable(0, trainable=False, dtype=tf.int64, name="hvdkit_digests")
 
     def wrap(self, name: str, step: Step) -> Step:

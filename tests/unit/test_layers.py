@@ -37,6 +37,7 @@ LEVEL = {name: len(LAYERS) - row for row, names in enumerate(LAYERS) for name in
 STANDALONE = {
     "commands",
     "sharding.layout",
+    "sharding.optimizer_configs",
     "sharding.partition",
     "sharding.plan",
     "sharding.table",

@@ -1,0 +1,200 @@
+"""Programs as users have published or reported them, which once differed from plain Keras in one process.
+
+docs/compatibility.md lists these and others, with the places where they were published.
+"""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers.as_one import compare, line, plain, ported, same_weights
+
+import hvdkit as hk
+
+
+class NoamSchedule(keras.optimizers.schedules.LearningRateSchedule):
+    """The schedule of TensorFlow's tutorial about transformers, which has no get_config."""
+
+    def __init__(self, width: int, warmup_steps: int = 4) -> None:
+        super().__init__()
+        self.width = tf.cast(width, tf.float32)
+        self.warmup_steps = warmup_steps
+
+    def __call__(self, step):
+        step = tf.cast(step, tf.float32)
+        return tf.math.rsqrt(self.width) * tf.minimum(tf.math.rsqrt(step + 1), step * self.warmup_steps**-1.5)
+
+
+@pytest.mark.core
+@pytest.mark.ranks(1, 2)
+def test_a_schedule_without_a_config(rng):
+    def build():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(NoamSchedule(16), epsilon=1e-4), "mse")
+        return model
+
+    compare(build, *line(rng), batch_size=8, epochs=2)
+
+
+class FFLayer(keras.layers.Layer):
+    """A layer of the forward-forward algorithm, which trains itself with its own optimizer."""
+
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(units, activation="relu")
+        self.optimizer = keras.optimizers.SGD(0.3)
+        self.tracker = keras.metrics.Mean()
+
+    def call(self, x):
+        return self.dense(x / (tf.norm(x, axis=1, keepdims=True) + 1e-4))
+
+    def train(self, right, wrong):
+        for _ in range(2):
+            with tf.GradientTape() as tape:
+                goodness = [tf.reduce_mean(self(x) ** 2, axis=1) for x in (right, wrong)]
+                loss = tf.reduce_mean(tf.nn.softplus(tf.concat([1.5 - goodness[0], goodness[1] - 1.5], axis=0)))
+            self.tracker.update_state(loss)
+            variables = self.dense.trainable_variables
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return tf.stop_gradient(self(right)), tf.stop_gradient(self(wrong))
+
+
+class FFNetwork(keras.Model):
+    """Layers that are trained one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = [FFLayer(5), FFLayer(4)]
+
+    def call(self, x):
+        for layer in self.stack:
+            x = layer(x)
+        return x
+
+    def train_step(self, data):
+        right, wrong = data
+        for layer in self.stack:
+            right, wrong = layer.train(right, wrong)
+        return {f"loss_{i}": layer.tracker.result() for i, layer in enumerate(self.stack)}
+
+
+def test_layers_that_hold_their_optimizers(rng):
+    right = rng.normal(size=(22, 6)).astype("float32")
+
+    def build():
+        model = FFNetwork()
+        model.compile()
+        model(right[:1])
+        return model
+
+    compare(build, right, np.roll(right, 1, axis=1), batch_size=8, epochs=2, shuffle=False)
+
+
+class Accumulating(keras.Model):
+    """Sums gradients in variables, and applies these every second step."""
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        self.count = tf.Variable(0, trainable=False)
+        self.sums = [tf.Variable(tf.zeros_like(v), trainable=False) for v in self.trainable_variables]
+
+    def train_step(self, data):
+        x, y = data
+        self.count.assign_add(1)
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        for total, gradient in zip(self.sums, tape.gradient(loss, self.trainable_variables), strict=True):
+            total.assign_add(gradient)
+        tf.cond(tf.equal(self.count % 2, 0), self.update, lambda: None)
+        return self.compute_metrics(x, y, None)
+
+    def update(self):
+        self.optimizer.apply_gradients(zip(self.sums, self.trainable_variables, strict=True))
+        for total in self.sums:
+            total.assign(tf.zeros_like(total))
+
+
+def test_gradients_that_are_summed_in_variables(rng):
+    def build():
+        inputs = keras.Input((3,))
+        model = Accumulating(inputs, keras.layers.Dense(1)(inputs))
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+        return model
+
+    compare(build, *line(rng, 24), batch_size=6, epochs=2, shuffle=False)
+
+
+class Drawn(keras.utils.PyDataset):
+    """Batches of random rows, drawn from NumPy's global generator."""
+
+    def __init__(self, x, y):
+        super().__init__()
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        rows = np.random.choice(len(self.x), 7)
+        return self.x[rows], self.y[rows]
+
+
+@pytest.mark.core
+@pytest.mark.ranks(1, 2)
+def test_training_and_validation_draw_from_one_random_generator(rng):
+    """The training data would draw other rows if validation data drew their first ones before."""
+    data = line(rng)
+
+    def build():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+        return model
+
+    def make_batches():
+        return Drawn(*data)
+
+    compare(build, make_batches, validation_data=make_batches, epochs=3, shuffle=False)
+
+    updates = []  # when a generator yields batches for validation
+
+    def batches(model):
+        while True:
+            updates.append(int(model.optimizer.iterations))
+            yield data
+
+    for fit in (keras.Model.fit, hk.fit):
+        model = build()
+        fit(model, *data, batch_size=8, validation_data=batches(model), validation_steps=1, verbose=0)
+        assert min(updates) == 3, "read before the end of the epoch"
+
+
+def test_float64_is_as_exact_as_in_one_process(rng):
+    x = rng.normal(size=(22, 3))  # batches of 7 rows, which 2 ranks do not divide
+    y = x @ np.ones((3, 1))
+
+    def build():
+        model = keras.Sequential([keras.Input((3,), dtype="float64"), keras.layers.Dense(1, dtype="float64")])
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+        return model
+
+    one, _ = plain(build, x, y, batch_size=7, epochs=2)
+    many, _ = ported(build, x, y, batch_size=7, epochs=2)
+    same_weights(many, one, rtol=1e-12)
+
+
+def test_float8_is_close_to_one_process_and_says_so(rng, size, capfd):
+    def build():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, activation="relu"), keras.layers.Dense(1)])
+        model.quantize("float8")
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+        return model
+
+    data = line(rng)
+    _, expected = plain(build, *data, batch_size=8, epochs=2)
+    many, found = ported(build, *data, batch_size=8, epochs=2)
+    warnings = [text for text in capfd.readouterr().err.splitlines() if "float8 layers: output gradients" in text]
+    assert len(warnings) == (hk.is_chief() and size > 1)
+    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=0.02)
+    hk.compare_variables(many.variables)
