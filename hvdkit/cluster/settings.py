@@ -13,7 +13,7 @@ from hvdkit.cluster.tuned import read_settings
 from hvdkit.errors import describe
 from hvdkit.machine.cores import available_cores
 from hvdkit.machine.launcher import LaunchedRank
-from hvdkit.watchdog.settings import HEARTBEAT, PATIENCE, STALL, UNWIND, seconds
+from hvdkit.watchdog.settings import EXIT, HEARTBEAT, PATIENCE, STALL, UNWIND, seconds
 
 _BEFORE_MPI = {
     # Open MPI waits by spinning: Horovod's background thread would take a core away from computation.
@@ -58,7 +58,9 @@ def set_environment(launched: LaunchedRank, *, timeline: bool = False) -> None:
 
 def set_stall_limit() -> None:
     """Set Horovod's own limits for a collective that some rank never enters, unless the user has set them."""
-    patience, _ = seconds(PATIENCE), seconds(UNWIND)
+    patience = seconds(PATIENCE)
+    for name in (UNWIND, EXIT):  # an invalid value is an error before Horovod starts
+        seconds(name)
     os.environ.setdefault(PATIENCE, str(patience))  # a second world uses the value of the first
     if STALL in os.environ:
         return

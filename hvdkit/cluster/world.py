@@ -410,9 +410,11 @@ def _leave() -> None:
     reporter().leave(keeps_horovod=bool(_world.process_sets) or is_profiled)
     if is_profiled:
         progress().end_profile(finish=reporter().await_others())
+    reporter().note_exit("Horovod has been shutting down", is_bounded=True)
     _world.exchange.close()
     _world.end_horovod()
     reporter().await_others()
+    reporter().note_exit("handlers of atexit, or the interpreter and MPI, have been ending", is_bounded=False)
     reporter().remove()
     _world = None
 

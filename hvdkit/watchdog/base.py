@@ -14,6 +14,8 @@ from hvdkit.watchdog.channel import NO_ANSWER, Closed, Connection
 from hvdkit.watchdog.events import (
     Busy,
     End,
+    Exiting,
+    Failed,
     Flight,
     GiveFlight,
     GiveStacks,
@@ -29,6 +31,7 @@ from hvdkit.watchdog.events import (
     Watching,
     Welcome,
 )
+from hvdkit.watchdog.lines import write_line
 from hvdkit.watchdog.rank_process import RankProcess
 
 # Seconds between looks at the rank's process; with ``HVDKIT_CHECK=1``, at its collectives.
@@ -60,6 +63,8 @@ class Sentinel(ABC):
         self.timers: dict[Callable[[], None], float] = {}
         self._reported_at = self._checked_at = 0.0
         self._max_records = 0
+        self._late: Exiting | None = None  # a late exit whose stacks have been requested
+        self._late_stacks = "its stacks are unknown: it no longer runs Python; MPI may be waiting for another rank"
         self._turned_at = time.monotonic()
 
     # ---- event loop -------------------------------------------------------------------------------------------
@@ -111,6 +116,9 @@ class Sentinel(ABC):
         if now - self._checked_at >= _POLL_SECONDS and not self.rank.has_ended:
             self._checked_at = now
             has_changed = self.rank.check_stopped(now)
+        if self.rank.exits_late(now):
+            self._late, self.rank.exiting = self.rank.exiting, None
+            self.timers[self._report_late_exit] = now + _STACKS_SECONDS if self.send_to_rank(GiveStacks()) else now
         if self.welcome is None:
             return
         if self.welcome.check and (collectives := self.rank.collectives()) is not None:
@@ -164,6 +172,12 @@ class Sentinel(ABC):
             self.timers.pop(self._end_at_deadline, None)
             if self.kill in self.timers:
                 self.timers[self.kill] += _SHUTDOWN_SECONDS
+        elif isinstance(message, Exiting):
+            self.rank.exiting, self.rank.exiting_since = message, now
+            return
+        elif isinstance(message, Stacks) and self._late is not None:
+            self._late_stacks, self.timers[self._report_late_exit] = message.text, now
+            return
         elif isinstance(message, Stacks):
             self.timers.pop(self._report_no_stacks, None)
         if not self.report(message) and isinstance(message, Leaving):
@@ -243,6 +257,20 @@ class Sentinel(ABC):
 
     def _report_flight(self) -> None:
         self.report(Flight(records=self.rank.records(self._max_records)))
+
+    def _report_late_exit(self) -> None:
+        """Write the stacks of a rank that does not exit; end the job if that is not the user's work."""
+        late, self._late = self._late, None
+        if late is None or self.rank.has_ended:
+            return
+        tag = f"[rank {late.rank}] "
+        cause = f"{late.doing} for {late.seconds:g} s after the end of its script (HVDKIT_EXIT_SECONDS)"
+        text = "\n".join(tag + line for line in self._late_stacks.splitlines())
+        if not late.is_bounded:
+            write_line(f"{text}\n{tag}hvdkit: rank {late.rank} has not exited: {cause}; the job waits for it")
+        elif not self.report(Failed(cause=cause, verb="did not exit", text=text, step=self.rank.step)):
+            write_line(f"{text}\nhvdkit: rank {late.rank} did not exit: {cause}")
+            self.end(End(code=1))
 
     def _report_no_stacks(self) -> None:
         self.report(Stacks(text="it does not answer, so its stacks are unknown"))

@@ -192,6 +192,24 @@ class Leaving(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Exiting(Message):
+    """What the rank does after the end of its script.
+
+    Attributes:
+        rank: its number.
+        doing: e.g. "Horovod is shutting down".
+        seconds: limit for it; 0: none.
+        is_bounded: whether the job ends at the limit. Otherwise only stacks are written: the rank may run handlers of
+            the user, and these may take long.
+    """
+
+    rank: int
+    doing: str
+    seconds: float
+    is_bounded: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class Unwound(Message):
     """After :class:`End`: the rank's script and handlers have ended, and its files are flushed."""
 

@@ -9,7 +9,7 @@ import socket
 from hvdkit.machine import processes
 from hvdkit.watchdog.activity import Activity
 from hvdkit.watchdog.channel import Connection
-from hvdkit.watchdog.events import Collectives, Leaving, Status, Training
+from hvdkit.watchdog.events import Collectives, Exiting, Leaving, Status, Training
 from hvdkit.watchdog.flight_recorder import CollectiveRecord, FlightReader, RecorderState
 
 # Seconds in a collective after which it is reported: another rank may wait for this one in another collective.
@@ -32,6 +32,7 @@ class RankProcess:
         busy: the reason of an open ``hk.busy``, or None.
         stopped_at: when it was first seen stopped, or None.
         leaving: the rank's message that its script has ended, or None.
+        exiting: what the rank does since then, or None; ``exiting_since`` is when it began.
         raised_at: when the rank reported an exception that its program may have caught; None after its next collective.
         has_ended: True once the process has ended, after which its PID may be reused, or has left the world.
     """
@@ -43,6 +44,8 @@ class RankProcess:
         self.busy: str | None = None
         self.stopped_at: float | None = None
         self.leaving: Leaving | None = None
+        self.exiting: Exiting | None = None
+        self.exiting_since = 0.0
         self.raised_at: float | None = None
         self.has_ended = False
         self._reader: FlightReader | None = None
@@ -63,7 +66,7 @@ class RankProcess:
 
         Any other PID belongs to a container's namespace, and could be any process on this host.
         """
-        self.training, self.leaving = training, None
+        self.training, self.leaving, self.exiting = training, None, None
         if training.pid in (self.pid, *processes.descendants(os.getpid())):
             self.pid = training.pid
         self._activity = Activity(self.pid, training.waiters, now)
@@ -106,7 +109,15 @@ class RankProcess:
     def skip_pause(self, now: float) -> None:
         """Record that the sentinel itself was stopped until now, so that this time does not count towards a hang."""
         self.stopped_at = None if self.stopped_at is None else now
+        self.exiting_since = now
         self._note_progress(now)
+
+    def exits_late(self, now: float) -> bool:
+        """Return True if what the rank does after its script's end takes longer than the limit."""
+        if self.exiting is None or self.has_ended or self.busy is not None or self.stopped_at is not None:
+            self.exiting_since = now
+            return False
+        return bool(self.exiting.seconds) and now - self.exiting_since > self.exiting.seconds
 
     def _note_progress(self, now: float) -> None:
         if self._activity is not None:

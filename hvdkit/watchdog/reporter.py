@@ -29,6 +29,7 @@ from hvdkit.watchdog.events import (
     Busy,
     Connect,
     End,
+    Exiting,
     Failed,
     GiveFlight,
     GiveStacks,
@@ -44,7 +45,7 @@ from hvdkit.watchdog.events import (
 )
 from hvdkit.watchdog.flight_recorder import FlightRecorder, memory_file, recorder
 from hvdkit.watchdog.lines import flush_streams
-from hvdkit.watchdog.settings import SOCKET_VARIABLE, WatchdogSettings
+from hvdkit.watchdog.settings import EXIT, SOCKET_VARIABLE, WatchdogSettings, seconds
 from hvdkit.watchdog.uncaught import UncaughtErrors, ended_a_step, left_a_loop, with_cause_first
 
 _LOGGER = logging.getLogger("hvdkit")
@@ -91,6 +92,7 @@ class Reporter:
         self._thread_ident = threading.main_thread().ident or 0  # of the training thread
         self._rank = self._restarts = 0
         self._check_interval = WatchdogSettings().check_interval
+        self._exit_seconds = 0.0
         self._status_reader = report_exit_status()
         os.register_at_fork(after_in_child=self._close_in_child)
 
@@ -113,7 +115,7 @@ class Reporter:
         self._answered.clear()
         self._released.clear()
         settings = WatchdogSettings.from_environment()
-        self._check_interval = settings.check_interval
+        self._check_interval, self._exit_seconds = settings.check_interval, seconds(EXIT)
         self._under_run = self._under_run or self._adopt_sentinel()
         if self._under_run or launched.size == 1 or not settings.heartbeat:
             return ""
@@ -422,6 +424,15 @@ class Reporter:
         if keeps_horovod and self.is_watched:
             flush_streams()
             self._released.wait()
+
+    def note_exit(self, doing: str, *, is_bounded: bool) -> None:
+        """Report what this rank does after :meth:`leave`: the sentinel writes its stacks if it takes too long.
+
+        Args:
+            doing: what it does, as the cause in a message.
+            is_bounded: end the job then.
+        """
+        self.send(Exiting(rank=self._rank, doing=doing, seconds=self._exit_seconds, is_bounded=is_bounded))
 
     def await_others(self) -> bool:
         """After :meth:`leave`: wait a limited time for the other ranks; return True if all scripts have ended.

@@ -12,6 +12,7 @@ from hvdkit.watchdog.events import Welcome
 HEARTBEAT = "HVDKIT_HEARTBEAT_SECONDS"
 PATIENCE = "HVDKIT_WATCHDOG_SECONDS"
 UNWIND = "HVDKIT_UNWIND_SECONDS"
+EXIT = "HVDKIT_EXIT_SECONDS"
 CHECK = "HVDKIT_CHECK"
 STALL = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 # "PORT TOKEN ADDRESS..." of `hvdkit run`, or the path of a private file that contains it: an engine may put variables
@@ -20,7 +21,7 @@ RUN_VARIABLE = "HVDKIT_RUN"
 # "DESCRIPTOR INODE" of the socket to the sentinel, set for a program that `hvdkit run` started. In a program that only
 # inherits the variable, the descriptor is closed or another file.
 SOCKET_VARIABLE = "HVDKIT_SENTINEL"
-_DEFAULTS = {HEARTBEAT: 10.0, PATIENCE: 600.0, UNWIND: 3.0}
+_DEFAULTS = {HEARTBEAT: 10.0, PATIENCE: 600.0, UNWIND: 3.0, EXIT: 120.0}
 _SHORTEST_HEARTBEAT = 1.0
 _LONGEST_CHECK_INTERVAL = 2.0
 # Reports of a sentinel per heartbeat with up to _FEW_RANKS ranks; half as many from 16 times that number on.

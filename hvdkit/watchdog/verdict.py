@@ -235,6 +235,8 @@ class _History:
     ) -> Iterator[_Candidate]:
         """Yield the failure of a rank whose script ended: its exit code, or that another rank still needed it."""
         time, since, code = leaving.time, 0.0, self.exited.code if self.exited is not None else 0
+        if code == -signal.SIGKILL and any(one.ordered for one in self.events if one.event is self.exited):
+            code = 0  # killed by its sentinel because another rank had failed
         if code and (code < 0 or all_left):
             code, verb, cause = shell_code(code), how(code), ""
         elif code:

@@ -267,6 +267,16 @@ def test_a_rank_that_has_finished_is_not_blamed_for_what_another_one_fails_at_la
     assert verdict([*left, *again, *of(1, VICTIM, at=2.1)], 3, HOSTS).rank == 2
 
 
+def test_a_rank_that_is_killed_while_it_exits_is_not_blamed_for_one_that_does_not_exit():
+    """In MPI_Finalize it no longer runs Python, and can only be killed."""
+    killed = of(0, TRAINS, Leaving()) + of(0, Exited(code=-9), at=9.0, ordered=True)
+    late = of(1, TRAINS, Leaving()) + of(1, Failed(cause="Horovod", verb="did not exit"), at=6.0)
+    found = verdict(killed + late, 2, HOSTS)
+    assert (found.code, found.line) == (1, "rank 1 on node1 did not exit: Horovod")
+    by_itself = of(0, TRAINS, Leaving()) + of(0, Exited(code=-9), at=5.0)
+    assert verdict(by_itself + late, 2, HOSTS).rank == 0
+
+
 def test_the_ranks_can_exit_normally_unless_one_is_dead():
     assert verdict([*of(1, Failed(cause="x")), *WELL], 2).orderly
     assert verdict([*of(1, Leaving(), Exited(code=3)), *WELL], 2).orderly
