@@ -23,6 +23,8 @@ from typing import Any, Literal
 import keras
 import tensorflow as tf
 
+from hvdkit import cluster
+from hvdkit.cluster.logs import warn_once
 from hvdkit.optimizer.sparse import DividedRows
 from hvdkit.sharding.last_lookup import split_by_rank
 from hvdkit.sharding.shards import Shard
@@ -34,13 +36,20 @@ Rule = Callable[[Any, tf.Variable, tf.IndexedSlices, tf.Tensor], None]
 def rule_for(optimizer: Any, sparse_updates: SparseUpdates) -> Rule | None:
     """Return the row-wise update for ``optimizer``, or None to use Keras's update of the whole shard.
 
-    "auto" is lazy for Adam and AdamW, as is common for tables, and exact for the others.
+    "auto" is lazy for Adam and AdamW, as is common for tables, and exact for the others. As the results are not those
+    of Keras, the chief logs it once per process.
     """
     rule = _RULES.get(updating_class(optimizer))
     if rule is None:
         return None
     untouched_rows_stay = rule is _adagrad or (rule is _sgd and not optimizer.momentum)
     is_lazy = sparse_updates == "lazy" or (sparse_updates == "auto" and rule is _adam)
+    if sparse_updates == "auto" and rule is _adam and cluster.is_chief():
+        warn_once(
+            f"{updating_class(optimizer).__name__} updates only those rows of sharded tables that a batch contains; in "
+            "plain Keras, moments also move the other rows. For its results, pass hk.DistributedOptimizer(optimizer, "
+            'sparse_updates="exact"), which updates the whole shard; to choose rows without this line, pass "lazy"'
+        )
     return rule if untouched_rows_stay or is_lazy else None
 
 

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import hvdkit as hk
+from hvdkit.cluster.logs import warn_once
 
 hk.init()
 opts = keras.optimizers
@@ -116,3 +117,18 @@ def test_bad_options_are_refused():
     ):
         with pytest.raises(ValueError, match=next(iter(options))):
             hk.DistributedOptimizer(opts.SGD(0.1), **options)
+
+
+def test_adam_says_that_it_updates_rows_of_tables(caplog):
+    """Its results are not those of Keras; who has chosen rows knows it."""
+    warn_once.cache_clear()
+    ids = tf.constant([[1], [2]])
+    for sparse_updates, logged in (("lazy", 0), ("exact", 0), ("auto", 1), ("auto", 1)):
+        layer = hk.layers.ShardedEmbedding(8, 2, seed=1)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer(ids))
+        optimizer = hk.DistributedOptimizer(opts.Adam(0.1), sparse_updates=sparse_updates)
+        optimizer.apply(tape.gradient(loss, layer.trainable_variables), layer.trainable_variables)
+        found = [each for each in caplog.messages if "Adam updates only those rows" in each]
+        assert len(found) == logged, sparse_updates
+    assert 'sparse_updates="exact"' in found[0]
