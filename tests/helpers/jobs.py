@@ -27,6 +27,8 @@ PERMISSIONS = {
 }
 # The launch that runs the tests must not pass its rank variables on to the jobs that the tests start.
 INHERITED = ("OMPI_", "PMIX_", "PMI_", "HOROVOD_", "HVDKIT_TEST", "TF_CPP_MIN_LOG_LEVEL")
+# In the environment of every process of a job, at any depth: TF_... variables are always passed on.
+MARK = "TF_HVDKIT_TEST_MARK"
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,18 @@ def selected(request: pytest.FixtureRequest, *names: str) -> list[tuple[Any, ...
     items = [item for item in request.session.items if item.path == request.path]
     found = [item.callspec.params for item in items if hasattr(item, "callspec")]
     return [tuple(params[name] for name in names) for params in found if {*names} <= {*params}]
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Return the processes, at any depth, of a job that was started with ``{MARK: mark}`` in its environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
 
 
 def words(pid: int) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import keras
@@ -44,13 +45,16 @@ class Run:
         kept = {"variables": [self.seen], "state": {"noise": self.noise, "lucky": 7}}
         return hk.Supervisor(logdir, model=self.model, optimizer=self.optimizer, data=self.batches, **kept, **options)
 
-    def train(self, sv: hk.Supervisor, until: int | None = None) -> None:
-        """Train to step ``until``, or to the end of the data."""
+    def train(
+        self, sv: hk.Supervisor, until: int | None = None, on_step: Callable[[int], None] = lambda step: None
+    ) -> None:
+        """Train to step ``until``, or to the end of the data; call ``on_step`` after each step."""
         for x, y in sv.batches():
             x = x + self.noise.normal(scale=0.01, size=x.shape).astype(np.float32)
             loss = self.train_step(x, y, self.batches.sample_weight)
             self.seen.assign_add(20)
             sv.step(loss=loss)
+            on_step(sv.global_step)
             if sv.global_step == until:
                 break
 

@@ -14,14 +14,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers.jobs import call, environment
+from helpers.jobs import MARK, call, environment, marked, words
 from helpers.speed import WAIT, scaled, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = [sys.executable, "-m", "hvdkit", "run"]
 HOST = socket.gethostname()
-# In the environment of every process of a test's job, at any depth: TF_... variables are always passed on.
-MARK = "TF_HVDKIT_TEST_MARK"
 
 
 def start(*options, code, mark, **extra):
@@ -47,14 +45,7 @@ def finish(process):
 
 def left(mark):
     """Return the command lines of a job's remaining processes."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark:
-                found.append(process.cmdline())
-        except psutil.Error:
-            continue
-    return found
+    return [words(process.pid) for process in marked(mark)]
 
 
 HUGE = "glibc.malloc.hugetlb=1"  # pages

@@ -1,9 +1,12 @@
-"""The README's run that survives: killed with four ranks, stopped with Ctrl-C, continued with two, inspected."""
+"""Runs that survive: the README's, which is killed, stopped and continued; and one with signals at random moments."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,8 +15,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers.jobs import BIN, call, environment, words
-from helpers.speed import WAIT
+from helpers.jobs import BIN, MARK, call, environment, marked, words
+from helpers.speed import WAIT, wait_until
 
 SCRIPT = Path(__file__).parents[2] / "models" / "train.py"
 
@@ -74,3 +77,101 @@ def test_a_run_is_killed_stopped_continued_with_fewer_ranks_and_inspected(tmp_pa
     shown = call([BIN / "hvdkit", "checkpoint", "inspect", logdir])
     assert shown.returncode == 0, shown.stderr
     assert "1000" in shown.stdout
+
+
+SURVIVING = Path(__file__).with_name("surviving.py")
+ROUNDS = "HVDKIT_CHAOS_ROUNDS"
+PHASES = ("start", "train", "save", "end")
+FAULTS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGSTOP, SIGKILL")
+TARGETS = ("rank 0", "rank 1", "launcher")
+
+
+class Chaos:
+    """The same command, again and again, with a signal at a random moment of each attempt."""
+
+    def __init__(self, folder):
+        self.folder, self.logdir, self.results = folder, folder / "run", folder / "results"
+        self.temporary, self.flights = folder / "tmp", folder / "flights"
+        for made in (self.results, self.temporary, self.flights):
+            made.mkdir()
+        self.seconds = dict.fromkeys(PHASES, 0.0)  # of each phase of the undisturbed run
+
+    def start(self):
+        paths = f"{SCRIPT.parents[1]}{os.pathsep}{SCRIPT.parents[1] / 'tests'}"
+        folders = {"TMPDIR": str(self.temporary), "HVDKIT_FLIGHT_DIR": str(self.flights)}
+        command = [BIN / "hvdkit", "run", "-np", "2", "--", sys.executable, SURVIVING, self.logdir, self.results]
+        return subprocess.Popen(
+            command,
+            env=environment(PYTHONPATH=paths, TF_CPP_MIN_LOG_LEVEL="2", **{MARK: str(self.folder)}, **folders),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a background job ignores it
+        )
+
+    def undisturbed(self):
+        """Run to the end; measure the seconds of its phases, and return the state of each rank."""
+        began, process = time.monotonic(), self.start()
+        at = {}
+        for line in process.stdout:
+            at.setdefault(line.split("] ")[-1].strip(), time.monotonic())
+        assert process.wait(WAIT) == 0, at
+        steps = [moment for line, moment in at.items() if line.startswith("step ")]
+        step = (steps[-1] - steps[0]) / (len(steps) - 1)
+        self.seconds = {"start": steps[0] - began, "train": step, "save": 3 * step, "end": time.monotonic() - at["end"]}
+        return self.state()
+
+    def state(self):
+        state = [(self.results / f"rank-{rank}").read_bytes() for rank in (0, 1)]
+        assert {path.name[:5] for path in (self.logdir / "checkpoints").iterdir()} == {"step-"}  # nothing unfinished
+        shutil.rmtree(self.logdir)
+        return state
+
+    def disturb(self, chance):
+        """Start the command, send a signal, and wait for its end; return its exit code and output, or None."""
+        phase, fault, target = chance.choice(PHASES), chance.choice(FAULTS), chance.choice(TARGETS)
+        offset, lines = chance.uniform(0, self.seconds[phase]), chance.randint(1, 12)
+        process, output = self.start(), []
+        try:
+            while phase != "start" and (line := process.stdout.readline()):
+                output.append(line)
+                step = int(found[1]) if (found := re.search(r"step (\d+)$", line)) else None
+                lines -= step is not None
+                is_save = phase == "save" and step is not None and step % 3 == 0
+                if line.endswith("end\n") or (lines <= 0 and (phase == "train" or is_save)):
+                    break
+            time.sleep(offset)
+            ranks = [one for one in marked(str(self.folder)) if SURVIVING.name in " ".join(words(one.pid)[1:2])]
+            chosen = process if target == "launcher" else next(iter(ranks[int(target[-1]) :]), process)
+            for name in fault.split(", "):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    chosen.send_signal(signal.Signals[name])
+                time.sleep(min(offset, 1.0) if name == "SIGSTOP" else 0)
+            rest, _ = process.communicate(timeout=WAIT)
+        finally:
+            process.kill()
+        wait_until(lambda: not marked(str(self.folder)), lambda: str(marked(str(self.folder))))
+        # A launcher that was killed cannot remove its files.
+        was_killed = chosen is process and "SIGKILL" in fault
+        left = [path.name for path in self.temporary.iterdir()]
+        assert was_killed or not left, (phase, fault, target, left)
+        return process.returncode, f"{phase}, {fault}, {target}: {process.returncode}\n{''.join(output)}{rest}"
+
+
+@pytest.mark.parametrize("rounds", [3, pytest.param(30, marks=pytest.mark.nightly)])
+def test_signals_at_random_moments_change_nothing(tmp_path, rounds):
+    rounds = int(os.environ.get(ROUNDS, rounds))
+    seed = random.randrange(1 << 32)
+    chance, chaos = random.Random(seed), Chaos(tmp_path)
+    expected, log = chaos.undisturbed(), [f"seed {seed}"]
+    for _ in range(rounds):
+        code, output = chaos.disturb(chance)
+        log.append(output)
+        if code == 0:  # the signal came too late
+            assert chaos.state() == expected, "\n".join(log)
+        assert "is damaged" not in output and "Traceback" not in output, "\n".join(log)
+    process = chaos.start()
+    output, _ = process.communicate(timeout=WAIT)
+    assert process.returncode == 0, "\n".join([*log, output])
+    assert chaos.state() == expected, "\n".join(log)
