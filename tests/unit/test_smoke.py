@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import socket
 import sys
 
 from hvdkit.commands.doctor import smoke
@@ -41,6 +44,17 @@ def test_without_a_launcher_it_names_the_remedy(monkeypatch, capsys):
     assert smoke.smoke(timeout=60) == 1
     text = capsys.readouterr().out
     assert "hvdkit build-horovod" in text and text.endswith("0 passed, 1 failed\n")
+
+
+def test_without_ports_it_starts_nothing(monkeypatch, capsys):
+    def refuse(*_):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    assert smoke.smoke(timeout=60) == 1
+    text = capsys.readouterr().out
+    assert text.startswith("FAILED ranks cannot connect to each other on 127.0.0.1 (") and "loopback" in text
+    assert text.endswith("0 passed, 1 failed\n")
 
 
 def test_a_job_passes_only_with_its_words_and_the_right_exit_code():

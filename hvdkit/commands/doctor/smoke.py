@@ -7,6 +7,7 @@ every rank found its own results right.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import tempfile
 import time
@@ -55,8 +56,9 @@ def jobs(folder: Path, facts: EngineFacts) -> list[SmokeJob]:
     """Return the jobs, for the launchers of this environment; checkpoints go to ``folder``.
 
     Raises:
-        ClusterError: Horovod or its launcher is not installed.
+        ClusterError: Horovod or its launcher is not installed, or no port can be opened.
     """
+    _check_ports()
     if facts.horovodrun is None:
         raise ClusterError("horovodrun was not found; run `hvdkit build-horovod`, which installs it")
     horovodrun = facts.horovodrun.path
@@ -96,6 +98,15 @@ def jobs(folder: Path, facts: EngineFacts) -> list[SmokeJob]:
             fails=True,
         ),
     ]
+
+
+def _check_ports() -> None:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 5):
+            pass
+    except OSError as error:
+        remedy = "allow this process to open ports, and start the loopback interface: ip link set lo up"
+        raise ClusterError(f"ranks cannot connect to each other on 127.0.0.1 ({error}); {remedy}") from error
 
 
 def smoke(timeout: float) -> int:
