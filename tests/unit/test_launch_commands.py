@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from helpers.speed import WAIT
+from helpers.speed import WAIT, wait_until
 
 import hvdkit
 from hvdkit.commands.run import engines, hosts, preflight, restarts
@@ -508,3 +508,17 @@ def test_the_manifest_is_an_mpijob_and_the_one_to_copy_is_made_so():
         np=4, k8s=True, image="registry.example/train:1", slots_per_worker=2, max_restarts=3, name="train"
     )
     assert shown == yaml.safe_load(manifest(copied, ["python", "train.py"]))
+
+
+def test_what_a_killed_mpirun_leaves_is_removed(tmp_path):
+    """Open MPI 4 has a folder of 8 MiB for each mpirun, with its PID, which it cannot remove after SIGKILL."""
+    base = tmp_path / f"ompi.node1.{os.getuid()}"
+    script = f"mkdir -p {base}/pid.$$/1 {base}/pid.1; touch {base}/pid.$$/1/data; kill -9 $$"
+    line = CommandLine(("sh", "-c", script))
+    with selectors.DefaultSelector() as selector:
+        output = OutputWriter({})
+        engine = EngineProcess("mpirun", line, {**os.environ, "TMPDIR": str(tmp_path)}, selector, output)
+        wait_until(lambda: engine.code is not None)
+        assert len(list(base.iterdir())) == 2
+        engine.remove_files()
+    assert [path.name for path in base.iterdir()] == ["pid.1"]  # of another job

@@ -137,6 +137,7 @@ class Attempt:
             if file is not None:
                 members = self._coordinator.members.values()
                 file.remove({member.joined.host for member in members if member.lost_at is not None})
+        self._engine.remove_files()
         for rank in self._coordinator.members:
             self.output.ended(rank)
         verdict = self._judge()

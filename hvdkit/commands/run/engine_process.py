@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from hvdkit.commands.run.engines import CommandLine
 from hvdkit.commands.run.output import LONGEST_LINE, OutputWriter
@@ -44,6 +47,7 @@ class EngineProcess:
         self._name, self._selector, self._output = name, selector, output
         self.was_ended = False
         self.last_line = ""
+        self._temporary = Path(environment.get("TMPDIR") or "/tmp")
         self._deadlines: list[tuple[float, signal.Signals]] = []
         self._partial = {1: b"", 2: b""}
         self._held = b""
@@ -111,6 +115,16 @@ class EngineProcess:
     def write_held(self) -> None:
         """Write the lines that were held back."""
         self._output.write(2, self._held)
+
+    def remove_files(self) -> None:
+        """Remove the folder of Open MPI's mpirun, of 8 MiB or more, if it was killed before it could do so.
+
+        Called after its end. Source: ``orte_session_dir`` of Open MPI 4.
+        """
+        for folder in self._temporary.glob(f"ompi.*.{os.getuid()}/pid.{self._process.pid}"):
+            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # other jobs have folders there
+                folder.parent.rmdir()
 
     def _write(self, channel: int, lines: list[bytes], hold: bool) -> None:
         if not lines:
