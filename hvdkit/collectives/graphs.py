@@ -14,6 +14,7 @@ from tensorflow.python.ops import control_flow_v2_func_graphs as func_graphs
 
 from hvdkit.cluster.progress import is_user_file
 from hvdkit.collectives.graph_recorder import depending_on
+from hvdkit.collectives.weak_registry import WeakRegistry
 from hvdkit.errors import HvdkitError, describe, see
 from hvdkit.watchdog.flight_recorder import recorder
 
@@ -22,6 +23,8 @@ _BRANCHES_AND_LOOPS = (
     func_graphs.WhileCondFuncGraph,
     func_graphs.WhileBodyFuncGraph,
 )
+_DERIVED = re.compile(r"__(?:forward|backward|inference)_")  # TensorFlow's prefixes of functions derived from another
+_COLLECTIVES: WeakRegistry[list[str]] = WeakRegistry()  # of each graph, in tracing order
 
 
 def op_name(name: str, ranks: Sequence[int] | None) -> str:
@@ -30,7 +33,9 @@ def op_name(name: str, ranks: Sequence[int] | None) -> str:
     A node's own name contains its name scopes, which Keras numbers by how many layers and optimizers the process has
     created: if the chief had created one more, it would wait for its peers forever. So name scopes are ignored, and the
     collectives of a function, including those in its branches and loops, are numbered in tracing order. A function that
-    it calls has its own numbers, because it may have been traced earlier.
+    it calls has its own numbers, because it may have been traced earlier, in another place on each rank. The backward
+    pass of a function has the function's name without the number that TensorFlow appends, which counts everything that
+    this process has created.
 
     Raises:
         HvdkitError: inside ``jit_compile=True``.
@@ -39,7 +44,10 @@ def op_name(name: str, ranks: Sequence[int] | None) -> str:
     graph = tf.compat.v1.get_default_graph()
     while isinstance(graph, _BRANCHES_AND_LOOPS):
         graph = graph.outer_graph
-    traced = graph.get_collection_ref("hvdkit_collectives")
+    # Not a collection of the graph, which a graph inherits from the one in which it is traced.
+    traced = _COLLECTIVES.get(graph)
+    if traced is None:
+        _COLLECTIVES.set(graph, traced := [])
     traced.append(name)
     outermost = graph
     while _is_inside(outermost):
@@ -47,11 +55,22 @@ def op_name(name: str, ranks: Sequence[int] | None) -> str:
     recorder().graphs.add(outermost.name)
     _note_callers(recorder().callers)
     # The function's name comes second: a node's name must not start with "_step" or "<lambda>".
-    full = f"{name}.{re.sub('[^A-Za-z0-9_.]', '_', graph.name)}.{traced.count(name)}"
+    full = f"{name}.{re.sub('[^A-Za-z0-9_.]', '_', _function_name(graph.name))}.{traced.count(name)}"
     if not ranks or len(ranks) < 2:
         return full
     # Groups of a mesh run theirs concurrently. The ranks in the name distinguish them in a profile.
     return f"{full}.ranks_{ranks[0]}_to_{ranks[-1]}_by_{ranks[1] - ranks[0]}"
+
+
+def _function_name(graph_name: str) -> str:
+    """Return the name of a function's graph without the numbers that TensorFlow appends, one per prefix of its own.
+
+    Example:
+        >>> _function_name("__backward___backward_step_2_173_297")  # the second derivative of step_2
+        '__backward___backward_step_2'
+    """
+    derived = len(_DERIVED.findall(graph_name))
+    return re.sub(rf"(_\d+){{{derived}}}$", "", graph_name)
 
 
 def _note_callers(callers: dict[CodeType, set[int]]) -> None:
@@ -133,4 +152,8 @@ def run_in_step(result: tf.Tensor) -> None:
     serializes only iterations and calls of functions, not the other collectives of the same graph.
     """
     # A constant condition would be pruned, together with everything that only it needs.
-    tf.raw_ops.Assert(condition=true_at_run_time(), data=[tf.reshape(result, [-1])[:1]])
+    assertion = tf.raw_ops.Assert(condition=true_at_run_time(), data=[tf.reshape(result, [-1])[:1]])
+    graph = tf.compat.v1.get_default_graph()
+    # TensorFlow doesn't order the side effects of most backward passes: the next call would not wait for this one.
+    if _DERIVED.match(graph.name or "") and not graph._add_control_dependencies:
+        graph.control_outputs.append(assertion)
