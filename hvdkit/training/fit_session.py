@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras.src import tree
 
 from hvdkit import cluster
@@ -75,6 +76,16 @@ def check_model(model: Any) -> None:
     for loss in tree.flatten(model.loss) if cluster.size() > 1 else ():
         if isinstance(loss, keras.losses.Loss):
             check_loss(loss)
+
+
+def _untraced(step: Any) -> Step:
+    """Return the step; if the user has decorated it with ``tf.function``, a copy that has no graph yet.
+
+    A graph is that of the share it was traced for: the graph for equal shares does not weight gradients.
+    """
+    is_function = isinstance(step, tf.types.experimental.PolymorphicFunction)
+    result: Step = step._clone(None) if is_function else step
+    return result
 
 
 class FitSession:
@@ -281,7 +292,7 @@ class FitSession:
 
         def wrapped_step(data: Any) -> Any:
             with rank_seeds(), self.metric_checks.testing_updates():
-                return step(data)
+                return _untraced(step)(data)
 
         return wrapped_step
 

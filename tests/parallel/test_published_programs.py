@@ -41,11 +41,11 @@ def test_a_schedule_without_a_config(rng):
 class FFLayer(keras.layers.Layer):
     """A layer of the forward-forward algorithm, which trains itself with its own optimizer."""
 
-    def __init__(self, units: int) -> None:
+    def __init__(self, units: int, loss: str) -> None:
         super().__init__()
         self.dense = keras.layers.Dense(units, activation="relu")
         self.optimizer = keras.optimizers.SGD(0.3)
-        self.tracker = keras.metrics.Mean()
+        self.tracker = keras.metrics.Mean(name=loss)
 
     def call(self, x):
         return self.dense(x / (tf.norm(x, axis=1, keepdims=True) + 1e-4))
@@ -62,22 +62,23 @@ class FFLayer(keras.layers.Layer):
 
 
 class FFNetwork(keras.Model):
-    """Layers that are trained one after the other."""
+    """Layers that are trained one after the other, by a step that is a function of TensorFlow."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.stack = [FFLayer(5), FFLayer(4)]
+        self.stack = [FFLayer(5, "first_loss"), FFLayer(4, "second_loss")]
 
     def call(self, x):
         for layer in self.stack:
             x = layer(x)
         return x
 
+    @tf.function
     def train_step(self, data):
         right, wrong = data
         for layer in self.stack:
             right, wrong = layer.train(right, wrong)
-        return {f"loss_{i}": layer.tracker.result() for i, layer in enumerate(self.stack)}
+        return {layer.tracker.name: layer.tracker.result() for layer in self.stack}
 
 
 def test_layers_that_hold_their_optimizers(rng):
@@ -89,7 +90,7 @@ def test_layers_that_hold_their_optimizers(rng):
         model(right[:1])
         return model
 
-    compare(build, right, np.roll(right, 1, axis=1), batch_size=8, epochs=2, shuffle=False)
+    compare(build, right, np.roll(right, 1, axis=1), batch_size=7, epochs=2, shuffle=False)
 
 
 class Accumulating(keras.Model):
