@@ -373,7 +373,7 @@ class Manifest:
         if location is None:
             return f"{file.path}: {name!r} does not match {NAME} (it is not in the file)"
         shape = part.shape_of(tensor)
-        if (location.dtype.name, location.shape) != (tensor.dtype, shape):
+        if location.dtype != np.dtype(tensor.dtype) or location.shape != shape:
             got, expected = f"{location.dtype.name}{list(location.shape)}", f"{tensor.dtype}{list(shape)}"
             return f"{file.path}: {name!r} does not match {NAME} (got {got}, expected {expected})"
         if location.checksum() != part.checksum:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
 
 from hvdkit.checkpoint.entries import Entry, State
 from hvdkit.checkpoint.manifest import Manifest, TensorEntry
@@ -34,14 +37,13 @@ def match(manifest: Manifest, state: State, path: Path) -> dict[str, str]:
         CheckpointError: the checkpoint is from another model; the message names the first tensor that differs.
     """
     pairs: dict[str, str] = {}
-    for key in dict.fromkeys(_key(name) for name in state.entries):
-        current = {name: entry for name, entry in state.entries.items() if _key(name) == key}
-        saved = {name: s for name, s in manifest.variables.items() if _key(name) == key}
-        if not saved:
+    all_saved = _by_key(manifest.variables)
+    for key, current in _by_key(state.entries).items():
+        if key not in all_saved:
             raise CheckpointError(
-                f"{path}: contains no {key!r}, only {sorted({_key(n) for n in manifest.variables})}. Restore what was "
-                "saved, or pass another logdir"
+                f"{path}: contains no {key!r}, only {sorted(all_saved)}. Restore what was saved, or pass another logdir"
             )
+        saved = all_saved[key]
         matches = _match_by_name(current, saved) or _match_by_position(current, saved, path)
         for name, saved_name in matches.items():
             _check_match(current[name], saved[saved_name], saved_name, path)
@@ -84,7 +86,7 @@ def _match_by_position(current: Mapping[str, Entry], saved: Mapping[str, TensorE
 
 
 def _check_match(entry: Entry, saved: TensorEntry, name: str, path: Path) -> None:
-    is_same_array = (entry.shape, entry.dtype.name) == (saved.shape, saved.dtype)
+    is_same_array = entry.shape == saved.shape and entry.dtype == np.dtype(saved.dtype)
     # A table may be sharded at one number of ranks and replicated at another; both are one array.
     if not is_same_array or (entry.kind != saved.kind and "per_rank" in (entry.kind, saved.kind)):
         raise CheckpointError(
@@ -93,5 +95,12 @@ def _check_match(entry: Entry, saved: TensorEntry, name: str, path: Path) -> Non
         )
 
 
-def _key(name: str) -> str:
-    return name.split("/", 1)[0]
+_Item = TypeVar("_Item")
+
+
+def _by_key(items: Mapping[str, _Item]) -> dict[str, dict[str, _Item]]:
+    """Return the items of each key of the state, the first part of their names, in order."""
+    found: dict[str, dict[str, _Item]] = {}
+    for name, item in items.items():
+        found.setdefault(name.split("/", 1)[0], {})[name] = item
+    return found

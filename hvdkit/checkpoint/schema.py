@@ -137,7 +137,10 @@ def array(item: Schema[T], *, most: int | None = None, exactly: int | None = Non
             raise FieldError(value, "an array")
         if (most is not None and len(value) > most) or (exactly is not None and len(value) != exactly):
             raise FieldError(len(value), f"{'at most ' if exactly is None else ''}{exactly or most} elements")
-        return tuple(_each(enumerate(value), item))
+        try:
+            return tuple(map(item, value))
+        except FieldError:
+            return tuple(_each(enumerate(value), item))  # raises again, with the place
 
     return check
 
@@ -150,7 +153,10 @@ def mapping(item: Schema[T], key: Schema[str] = entry_name) -> Schema[dict[str, 
             raise FieldError(value, "an object")
         for each in value:
             key(each)
-        return dict(zip(value, _each(value.items(), item), strict=True))
+        try:
+            return dict(zip(value, map(item, value.values()), strict=True))
+        except FieldError:
+            return dict(zip(value, _each(value.items(), item), strict=True))  # raises again, with the place
 
     return check
 

@@ -116,12 +116,12 @@ def _walk(state: State, name: str, item: Any) -> None:
         _add_layer(state, name, item)
     elif isinstance(item, keras.optimizers.Optimizer):
         _add_optimizer(state, name, item)
+    elif isinstance(item, np.ndarray | np.generic | tf.Tensor):  # before the next, slow check of a protocol
+        _add_array(state, name, np.asarray(item))
     elif isinstance(item, ShardedState):
         _add_sharded(state, name, item, "finite" if getattr(_variable_of(item), "trainable", False) else "any")
     elif isinstance(item, tf.Variable | keras.Variable):
         _add_variable(state, name, item, "replicated", allowed="finite" if item.trainable else "any")
-    elif isinstance(item, np.ndarray | np.generic | tf.Tensor):
-        _add_array(state, name, np.asarray(item))
     elif _add_generator(state, name, item):
         pass
     elif hasattr(item, "state") and hasattr(item, "restore"):
