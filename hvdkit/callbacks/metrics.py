@@ -84,7 +84,9 @@ class MetricAverage(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, float] | None = None) -> None:
         """Treat evaluations from now on as validation."""
         synchronize_batch_normalization(self.model, process_set=ranks_of(self.model.optimizer))
-        self._fitting, self._compared, self._local = True, False, []
+        self._fitting = True
+        self._compared = False
+        self._local = []
 
     def on_train_end(self, logs: dict[str, float] | None = None) -> None:
         """Record the end of ``fit``."""
@@ -92,7 +94,8 @@ class MetricAverage(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Clear the metrics of the previous epoch, and restore this rank's moving statistics."""
-        self._training, self._validation = {}, {}
+        self._training = {}
+        self._validation = {}
         self._restore_local()
 
     def _restore_local(self) -> None:

@@ -175,7 +175,9 @@ class LearningRateWarmup(_StepCounter):
         """
         super().restore(state)
         if state["base"] is not None:  # None if the state was saved before training began
-            self._base, self._factor, self._reached = state["base"], state["factor"], state["reached"]
+            self._base = state["base"]
+            self._factor = state["factor"]
+            self._reached = state["reached"]
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, float] | None = None) -> None:
         """Set the rate of this step until the factor is reached; later changes by others are kept."""
@@ -372,7 +374,8 @@ class StepLog(_StepCounter):
         _report_to_profile(self, step)
         if not self._due(step):
             return
-        steps, self._logged = step - self._logged, step
+        steps = step - self._logged
+        self._logged = step
         if cluster.is_chief():
             value = float(loss)
             seconds = (time.perf_counter() - self._since) / steps

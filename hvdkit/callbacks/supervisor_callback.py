@@ -77,8 +77,13 @@ class SupervisorCallback(keras.callbacks.Callback):
     ):
         super().__init__()
         self.supervisor: Supervisor | None = None
-        self._logdir, self._until, self._data, self._options = logdir, until, data, options
-        self._variables, self._state, self._save_epochs = list(variables), dict(state or {}), save_epochs
+        self._logdir = logdir
+        self._until = until
+        self._data = data
+        self._options = options
+        self._variables = list(variables)
+        self._state = dict(state or {})
+        self._save_epochs = save_epochs
         self._epoch_steps = 0  # steps done in this epoch
         self._remaining_steps = 0  # steps left in an epoch that an earlier run began; 0 for any other epoch
         self._step_counters: list[Any] = []
@@ -86,7 +91,8 @@ class SupervisorCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, float] | None = None) -> None:
         """Restore or initialize, and set Keras's initial epoch."""
-        self._step_counters, self._epoch = stateful_callbacks(self.model), _Epoch()
+        self._step_counters = stateful_callbacks(self.model)
+        self._epoch = _Epoch()
         self.supervisor = Supervisor(
             self._logdir,
             model=self.model,
@@ -100,9 +106,11 @@ class SupervisorCallback(keras.callbacks.Callback):
         self._set_initial_epoch()
 
     def _set_initial_epoch(self) -> None:
-        step, steps = self._session.global_step, self._steps_per_epoch() or 0
+        step = self._session.global_step
+        steps = self._steps_per_epoch() or 0
         if steps % self.model.steps_per_execution:  # Keras would then run into the next epoch
-            got, expected = self.model.steps_per_execution, f"a divisor of the epoch's {steps} steps"
+            got = self.model.steps_per_execution
+            expected = f"a divisor of the epoch's {steps} steps"
             raise ValueError(describe("steps_per_execution", got, expected, "pass one to model.compile"))
         epoch, done_steps = divmod(step, steps) if steps else self._epoch.at(step)
         self.model._initial_epoch = sys.maxsize if self._is_done() else epoch
@@ -126,7 +134,8 @@ class SupervisorCallback(keras.callbacks.Callback):
         """Count the steps done; with ``steps_per_execution``, Keras calls once for several steps."""
         for callback in self._step_counters:
             callback.count(batch)  # before a save reads their states, as they may run after this callback
-        steps, self._epoch_steps = batch + 1 - self._epoch_steps, batch + 1
+        steps = batch + 1 - self._epoch_steps
+        self._epoch_steps = batch + 1
         session = self._session
         session.advance(steps, logs or {}, prefetched=True)
         if session.should_stop() or self._is_done():
@@ -195,7 +204,8 @@ class _Epoch:
 
     def begin(self, number: int, step: int) -> None:
         """Begin an epoch at ``step``."""
-        self._number, self._first_step = number, step
+        self._number = number
+        self._first_step = step
 
     def at(self, step: int) -> tuple[int, int]:
         """Return the epoch at ``step`` and the number of its steps that are done."""

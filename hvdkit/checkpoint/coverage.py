@@ -16,7 +16,8 @@ def coverage_problem(tensor: TensorEntry) -> str | None:
 
     Parts cover the tensor if they are disjoint, within bounds, and have as many elements as the tensor.
     """
-    boxes, lengths = [part.ranges() for part in tensor.parts], tensor.index_lengths
+    boxes = [part.ranges() for part in tensor.parts]
+    lengths = tensor.index_lengths
     for part, box in zip(tensor.parts, boxes, strict=True):
         is_inside = all(not axis or (axis[0] >= 0 and axis[-1] < n) for axis, n in zip(box, lengths, strict=False))
         if len(box) != len(lengths) or not is_inside:

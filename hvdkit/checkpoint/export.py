@@ -20,7 +20,9 @@ from hvdkit.errors import describe
 from hvdkit.machine.terminal import printable
 
 VALUES = "values.json"
-_MIN_WINDOW, _MAX_WINDOW = 8 * BLOCK_BYTES, 64 * BLOCK_BYTES  # bytes of a sharded tensor to assemble at once
+# bytes of a sharded tensor to assemble at once
+_MIN_WINDOW = 8 * BLOCK_BYTES
+_MAX_WINDOW = 64 * BLOCK_BYTES
 
 
 def export_npy(
@@ -70,7 +72,8 @@ def export_npy(
         >>> np.load(files[0], mmap_mode="r").shape
         (3, 2)
     """
-    path, directory = newest_at(Path(path)), Path(directory)
+    path = newest_at(Path(path))
+    directory = Path(directory)
     manifest = Manifest.load(path)
     tensors = _select(manifest, names)
     files = _target_files(tensors, directory)

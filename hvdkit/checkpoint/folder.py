@@ -19,7 +19,9 @@ from hvdkit.checkpoint.manifest import NAME, Manifest, step_of
 from hvdkit.errors import CheckpointError, describe
 from hvdkit.machine.terminal import printable
 
-_WRITING, _REPLACED, _DAMAGED = ".writing-", ".replaced-", ".damaged-"
+_WRITING = ".writing-"
+_REPLACED = ".replaced-"
+_DAMAGED = ".damaged-"
 
 
 def temporary_path(target: Path, token: str) -> Path:

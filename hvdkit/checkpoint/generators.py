@@ -41,7 +41,8 @@ def numpy_state(saved: Any, current: Any, key: str = "state") -> Any:
     if isinstance(current, Mapping):
         if not isinstance(saved, Mapping):
             raise _wrong(key, saved, "an object")
-        kind, expected = saved.get("bit_generator"), current.get("bit_generator")
+        kind = saved.get("bit_generator")
+        expected = current.get("bit_generator")
         if kind != expected and isinstance(kind, str):
             raise ValueError(describe("generator", ascii(kind)[:40], repr(expected), "create the one that was saved"))
         if set(saved) != set(current):

@@ -227,7 +227,8 @@ def _not_found(path: Path) -> CheckpointError:
 
 
 def _inspect_one(path: Path) -> Inspection:
-    manifest, damage = Manifest.parse(path), find_damage(path)
+    manifest = Manifest.parse(path)
+    damage = find_damage(path)
     rank_values: dict[str, list[Any]] = {}
     try:
         with Reader(path, manifest) as reader:

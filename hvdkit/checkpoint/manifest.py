@@ -42,7 +42,8 @@ from hvdkit.sharding.partition import FLAT
 
 NAME = "manifest.json"
 REPLICATED = "replicated.safetensors"
-FORMAT, VERSION = "hvdkit checkpoint", 2
+FORMAT = "hvdkit checkpoint"
+VERSION = 2
 RANK_VALUES = "rank_values"
 """The key in a shard file's metadata that holds, as JSON, the values specific to its rank.
 
@@ -369,12 +370,14 @@ class Manifest:
 
     def mismatch(self, file: TensorFile, name: str, part: Part) -> str | None:
         """Return how the header of ``file`` differs from ``part`` of the tensor ``name``, or None."""
-        location, tensor = file.locations.get(name), self.variables[name]
+        location = file.locations.get(name)
+        tensor = self.variables[name]
         if location is None:
             return f"{file.path}: {name!r} does not match {NAME} (it is not in the file)"
         shape = part.shape_of(tensor)
         if location.dtype != np.dtype(tensor.dtype) or location.shape != shape:
-            got, expected = f"{location.dtype.name}{list(location.shape)}", f"{tensor.dtype}{list(shape)}"
+            got = f"{location.dtype.name}{list(location.shape)}"
+            expected = f"{tensor.dtype}{list(shape)}"
             return f"{file.path}: {name!r} does not match {NAME} (got {got}, expected {expected})"
         if location.checksum() != part.checksum:
             return f"{file.path}: {name!r} does not match {NAME} (checksum differs)"

@@ -56,7 +56,8 @@ def agreed_state(state: Mapping[str, Any]) -> State:
         TypeError: something in it cannot be saved.
         CollectiveMismatchError: ranks differ; the message names rank and tensor.
     """
-    exchange, flattened = cluster.exchange(), State()
+    exchange = cluster.exchange()
+    flattened = State()
 
     def digest() -> bytes:
         nonlocal flattened
@@ -138,7 +139,8 @@ def check_shared(folder: Path) -> None:
         _refresh(folder)
         if not probe.exists():
             here = cluster.cluster()
-            host, chief = here.hosts[here.rank], here.hosts[0]
+            host = here.hosts[here.rank]
+            chief = here.hosts[0]
             got = f"{folder}, which rank {here.rank} on {host} does not share with rank 0 on {chief}"
             remedy = "pass one on a shared file system, or pass gather=True: everything then goes through the chief"
             raise CheckpointError(describe("logdir", got, "a folder that all ranks see", remedy))

@@ -31,7 +31,8 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
     """
 
     def __init__(self, path: Path, manifest: Manifest):
-        self._path, self._manifest = path, manifest
+        self._path = path
+        self._manifest = manifest
         self._files: dict[str, TensorFile] = {}
         self._open: dict[str, TensorFile] = {}  # least recently used first
         self._totals: dict[str, Any] = {}
@@ -63,7 +64,8 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         Raises:
             CorruptCheckpointError: as above.
         """
-        tensor, saved_size = self._manifest.variables[name], self._manifest.size
+        tensor = self._manifest.variables[name]
+        saved_size = self._manifest.size
         if size == saved_size or (resize == "keep" and rank < saved_size):
             return self.open(tensor.parts[rank].file).read(name)
         if resize == "keep":
@@ -127,7 +129,8 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         if not index:
             return self._read_elements(name, tensor, range(1)).reshape(())
         rows, *others = index
-        width, lengths = math.prod(tensor.shape[1:]), [len(axis) for axis in index]
+        width = math.prod(tensor.shape[1:])
+        lengths = [len(axis) for axis in index]
         if rows.step == 1 and tuple(others) == tuple(map(range, tensor.shape[1:])):
             return self._read_elements(name, tensor, range(rows.start * width, rows.stop * width)).reshape(lengths)
         out = aligned_empty(lengths, np.dtype(tensor.dtype))

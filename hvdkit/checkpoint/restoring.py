@@ -53,7 +53,8 @@ def restore(path: str | Path, into: Mapping[str, Any], *, gather: bool = False) 
         >>> restored["step"], model.layers[0].kernel.numpy().sum().item()
         (100, 8.0)
     """
-    path, state = Path(path), agreed_state(into)
+    path = Path(path)
+    state = agreed_state(into)
     try:
         manifest = agreed_manifest(path, gather=gather)
         names = run_on_all_ranks("names in a checkpoint", lambda: match(manifest, state, path))
@@ -108,7 +109,8 @@ def _read_rank_values(path: Path, manifest: Manifest, state: State, gather: bool
 
 
 def _restore_tensors(path: Path, manifest: Manifest, state: State, names: dict[str, str], gather: bool) -> None:
-    rank, size = cluster.rank(), cluster.size()
+    rank = cluster.rank()
+    size = cluster.size()
     # The chief reads tensors that are equal on all ranks, and broadcasts them.
     equal = [e for e in state.entries.values() if _is_equal_on_all_ranks(e, manifest, size)]
     partitioned = [e for e in state.entries.values() if not _is_equal_on_all_ranks(e, manifest, size)]

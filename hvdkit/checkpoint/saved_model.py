@@ -67,7 +67,8 @@ def export_saved_model(
         >>> served.serve(tf.ones([3, 4])).shape
         TensorShape([3, 2])
     """
-    path, directory = newest_at(Path(path)), Path(directory)
+    path = newest_at(Path(path))
+    directory = Path(directory)
     check_target(directory, overwrite)
     with cluster.alone():
         whole = model if isinstance(model, keras.layers.Layer) or not callable(model) else model()
@@ -105,7 +106,8 @@ def _export(model: Any, directory: Path, overwrite: bool) -> None:
 
 def _restore(path: Path, into: dict[str, Any]) -> None:
     """Restore a state in this process only, as with a world size of 1."""
-    manifest, state = Manifest.load(path), flatten(into)
+    manifest = Manifest.load(path)
+    state = flatten(into)
     names = match(manifest, state, path)
     with Reader(path, manifest) as reader:
         for entry in state.entries.values():

@@ -65,13 +65,15 @@ def save(path: str | Path, state: Mapping[str, Any], *, step: int | None = None,
         >>> len(hk.checkpoint.inspect(path).variables)  # 2 of the model; 2 per variable and 2 of Adam
         8
     """
-    path, flattened = Path(path), agreed_state(state)
+    path = Path(path)
+    flattened = agreed_state(state)
     if step is None:
         number = re.search(r"([0-9]{1,18})$", path.name)
         step = int(number[1]) if number else 0
     elif (named := step_of(path)) is not None and named != integer("step", step, minimum=0):
         raise ValueError(describe("step", step, f"{named}, as in the name of {path}", "pass that, or leave it out"))
-    rank, size = cluster.rank(), cluster.size()
+    rank = cluster.rank()
+    size = cluster.size()
     if gather:
         save_through_chief(path, Snapshot.of(flattened, rank, in_place=True), step=step)
         return path

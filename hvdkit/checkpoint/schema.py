@@ -40,7 +40,8 @@ class FieldError(ValueError):
 
     def __init__(self, got: object, expected: str, *fields: str | int):
         super().__init__(got, expected)
-        self.got, self.expected = got, expected
+        self.got = got
+        self.expected = expected
         self.fields = [*fields]
 
     def __str__(self) -> str:
@@ -192,7 +193,8 @@ def typed(make: Callable[..., T], **fields: Schema[Any]) -> Schema[T]:
 
 def plain(value: Any) -> Any:
     """Schema of any JSON value that is nested at most :data:`DEPTH` times; it stays as it is."""
-    level, depth = [value], 0
+    level = [value]
+    depth = 0
     while level:
         if depth > DEPTH:
             raise FieldError(f"{depth} levels", f"at most {DEPTH} levels of nesting")

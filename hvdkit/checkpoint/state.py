@@ -237,7 +237,8 @@ def _add_variable(
 ) -> None:
     """Add a variable; for a shard, add each of its tables under ``key``, as the shard's name is arbitrary."""
     if is_local(variable):
-        kind, resize = "per_rank", "keep"
+        kind = "per_rank"
+        resize = "keep"
     if (shard := flat_shard_of(variable)) is not None:
         _add_sharded(state, name, FlatShardState(variable, shard), allowed)
         return
@@ -332,7 +333,8 @@ def _add(state: State, entry: Entry) -> None:
         raise TypeError(
             describe(f"state[{entry.name!r}]", f"dtype {entry.dtype}", "numbers or bool", "save it as numbers or JSON")
         )
-    base, number = entry.name, 1
+    base = entry.name
+    number = 1
     while entry.name in state.entries:  # variables with the same name are numbered in order
         number += 1
         entry.name = f"{base}~{number}"

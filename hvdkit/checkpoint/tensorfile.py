@@ -174,7 +174,8 @@ def write_file(
 
 
 def _locations(tensors: Sequence[OutgoingTensor]) -> dict[str, TensorLocation]:
-    locations, start = {}, 0
+    locations = {}
+    start = 0
     for tensor in tensors:
         if not storable(tensor.dtype):
             raise TypeError(
@@ -225,13 +226,19 @@ def not_allowed(block: np.ndarray, allowed: Allowed) -> str | None:
     if block.dtype.kind == "c":
         block = block.view(block.real.dtype)
     if block.dtype in _INFINITY_BITS:
-        largest, infinity = int((block.view(np.uint16) & 0x7FFF).max()), _INFINITY_BITS[block.dtype]
-        has_nan, has_infinity = largest > infinity, largest == infinity
+        largest = int((block.view(np.uint16) & 0x7FFF).max())
+        infinity = _INFINITY_BITS[block.dtype]
+        has_nan = largest > infinity
+        has_infinity = largest == infinity
     elif block.dtype.kind == "f":
-        most, least = block.max(), block.min()  # NaN if any element is
-        has_nan, has_infinity = bool(np.isnan(most)), bool(np.isinf(most) or np.isinf(least))
+        # NaN if any element is
+        most = block.max()
+        least = block.min()
+        has_nan = bool(np.isnan(most))
+        has_infinity = bool(np.isinf(most) or np.isinf(least))
     elif block.dtype.name.startswith("float8"):
-        has_nan, has_infinity = bool(np.isnan(block).any()), bool(np.isinf(block).any())
+        has_nan = bool(np.isnan(block).any())
+        has_infinity = bool(np.isinf(block).any())
     else:
         return None
     if has_nan:
@@ -369,7 +376,8 @@ class TensorFile(contextlib.AbstractContextManager["TensorFile"]):
                 if got == 0:
                     raise CorruptCheckpointError(f"{self.path}: truncated at byte {offset}")
                 self.bytes_read += got
-                view, offset = view[got:], offset + got
+                view = view[got:]
+                offset = offset + got
 
     def _read_header(self, record: FileRecord | None, truncated: bool) -> dict[str, TensorLocation]:
         self._descriptor = open_regular(self.path)

@@ -108,9 +108,12 @@ class _Verifier:
     """Verifies one checkpoint."""
 
     def __init__(self, path: Path, manifest: Manifest, progress: Progress):
-        self._path, self._manifest, self._progress = path, manifest, progress
+        self._path = path
+        self._manifest = manifest
+        self._progress = progress
         self._with_values = manifest.files_with_rank_values()
-        self._tensors, self._bytes = 0, 0
+        self._tensors = 0
+        self._bytes = 0
 
     @property
     def counts(self) -> VerifiedCounts:
@@ -124,7 +127,8 @@ class _Verifier:
         return problems + [problem for file in self._manifest.files for problem in self._check_file(file)]
 
     def _check_file(self, name: str) -> Iterator[CheckpointError]:
-        path, record = self._path / name, self._manifest.files[name]
+        path = self._path / name
+        record = self._manifest.files[name]
         if not os.path.lexists(path):
             yield CorruptCheckpointError(f"{path}: missing, though {NAME} names it")
             return

@@ -25,7 +25,8 @@ from hvdkit.checkpoint.schema import Schema, array, checked, json_of, mapping, p
 from hvdkit.checkpoint.tensorfile import FileRecord, OutgoingTensor, write_file
 from hvdkit.errors import CheckpointError, NonFiniteError
 
-_MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.002, 0.01
+_MIN_POLL_SECONDS = 0.002
+_MAX_POLL_SECONDS = 0.01
 _NICENESS = 10  # niceness increment of a background save, so that training takes precedence if cores are scarce
 
 
@@ -127,11 +128,15 @@ class Save:
         after_commit: Callable[[], None] = lambda: None,
         background: bool = False,
     ):
-        self.target, self.step, self.rank = target, step, rank
+        self.target = target
+        self.step = step
+        self.rank = rank
         self.error: Exception | None = None
         self._size = size
         self._folder = temporary_path(target, token)
-        self._before_commit, self._after_commit, self._background = before_commit, after_commit, background
+        self._before_commit = before_commit
+        self._after_commit = after_commit
+        self._background = background
         self._cancelled = threading.Event()
         # A daemon thread: a job that exits with an error must not wait for reports that will never arrive.
         # Only the thread refers to the snapshot, so that its memory is released when the thread ends.
@@ -177,7 +182,9 @@ class Save:
         """Write this rank's file and its report."""
         with checkpoint_errors(self._folder, "written"):
             self._folder.mkdir(parents=True, exist_ok=True)
-        tensors, files, name = snapshot.shard_tensors(), {}, shard_name(self.rank, self._size)
+        tensors = snapshot.shard_tensors()
+        files = {}
+        name = shard_name(self.rank, self._size)
         if tensors or snapshot.rank_values:
             files[name] = write_file(self._folder / name, tensors, metadata=snapshot.metadata())
         report = {"files": files, "indices": snapshot.indices()}
@@ -204,7 +211,8 @@ class Save:
         return self._folder / f"rank-{rank:05d}.json"
 
     def _wait_for_report(self, rank: int) -> dict[str, Any]:
-        path, seconds = self._report_path(rank), _MIN_POLL_SECONDS
+        path = self._report_path(rank)
+        seconds = _MIN_POLL_SECONDS
         while not path.exists():
             self._check_cancelled()
             time.sleep(seconds)

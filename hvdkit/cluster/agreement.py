@@ -123,7 +123,8 @@ def find_outlier(values: Sequence[Any]) -> tuple[int, int] | None:
     if all(_equal(value, first) for value in values):
         return None
     # R. S. Boyer, J. S. Moore, "MJRTY: a fast majority vote algorithm" (1981): values need not be hashable.
-    candidate, lead = 0, 0
+    candidate = 0
+    lead = 0
     for index, value in enumerate(values):
         if lead == 0:
             candidate = index

@@ -193,7 +193,8 @@ def _mpi_communicator() -> Any:
     # libmpi_abi may be a layer on top of libmpi, which is then the same MPI.
     libraries = [path for path in loaded_libraries() if "/libmpi_abi" not in path]
     if len(libraries) > 1:
-        got, expected = " and ".join(libraries), "mpi4py and Horovod to load one MPI library"
+        got = " and ".join(libraries)
+        expected = "mpi4py and Horovod to load one MPI library"
         remedy = "rebuild Horovod against mpi4py's MPI: `hvdkit build-horovod --mpi wheel` (or `--mpi system`)"
         raise ClusterError(describe("MPI", got, expected, remedy))
     return MPI.COMM_WORLD.Dup()

@@ -25,7 +25,9 @@ from hvdkit.errors import ClusterError
 _LEAVE_TAG = 7
 MAX_BYTES = 2**31 - 1  # maximum bytes of one collective: MPI counts them with a C int
 # Bytes of each rank's message that are sent along with its length over MPI: minimum, maximum, and total of all ranks.
-_MIN_FIRST_BYTES, _MAX_FIRST_BYTES, _MAX_TOTAL_FIRST_BYTES = 2**12, 2**15, 2**17
+_MIN_FIRST_BYTES = 2**12
+_MAX_FIRST_BYTES = 2**15
+_MAX_TOTAL_FIRST_BYTES = 2**17
 _OBJECTS = "an exchange of objects"
 _SPIN_SECONDS = 0.002
 _SLEEP_SECONDS = 0.0005
@@ -52,10 +54,13 @@ class ObjectExchange:
         self._horovod = horovod
         self._world = self._comm = communicator
         self._group = group
-        self._rank, self.size = horovod.rank(), horovod.size()
+        self._rank = horovod.rank()
+        self.size = horovod.size()
         self.ranks: Sequence[int] = range(self.size)
         if group is not None:
-            self._rank, self.size, self.ranks = group.index, group.size, group.ranks
+            self._rank = group.index
+            self.size = group.size
+            self.ranks = group.ranks
             if communicator is not None and group.size > 1:
                 self._comm = communicator.Create_group(communicator.group.Incl(group.ranks))
         self._order = order or CallOrder()
@@ -161,7 +166,9 @@ class ObjectExchange:
             padded[len(header) : len(header) + len(local[:first])] = local[:first]
             gathered = np.empty(self.size * len(padded), np.uint8)
             self._wait(self._comm.Iallgather(padded, gathered))
-        lengths, parts, start = np.empty(self.size, np.int64), [], 0
+        lengths = np.empty(self.size, np.int64)
+        parts = []
+        start = 0
         for rank in range(self.size):
             begin = start + len(header)
             lengths[rank] = gathered[start:begin].view(np.int64)[0]
@@ -191,7 +198,9 @@ class ObjectExchange:
         while self._world.Iprobe(tag=_LEAVE_TAG):
             rank, completed = self._world.recv(tag=_LEAVE_TAG)
             self._order.final_counts[rank] = completed
-        group, final_counts, completed = self._group_ranks, self._order.final_counts, self._order.completed
+        group = self._group_ranks
+        final_counts = self._order.final_counts
+        completed = self._order.completed
         departed = (rank for rank in self.ranks if rank in final_counts)
         return next((rank for rank in departed if final_counts[rank][group] <= completed[group]), None)
 

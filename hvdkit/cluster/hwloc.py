@@ -30,9 +30,18 @@ PREFIX = b"hwloc_"
 TENSORFLOW = "libtensorflow_framework.so"
 
 # Tags of the dynamic section.
-_PLTRELSZ, _STRTAB, _SYMTAB, _STRSZ, _PLTREL, _JMPREL, _BIND_NOW = 2, 5, 6, 10, 20, 23, 24
-_FLAGS, _FLAGS_1 = 30, 0x6FFFFFFB
-_RELA, _FLAG_NOW, _FLAG_1_NOW = 7, 8, 1
+_PLTRELSZ = 2
+_STRTAB = 5
+_SYMTAB = 6
+_STRSZ = 10
+_PLTREL = 20
+_JMPREL = 23
+_BIND_NOW = 24
+_FLAGS = 30
+_FLAGS_1 = 0x6FFFFFFB
+_RELA = 7
+_FLAG_NOW = 8
+_FLAG_1_NOW = 1
 _JUMP_SLOT = {"x86_64": 7, "aarch64": 1026}.get(platform.machine())
 _RTLD_DI_LINKMAP = 2
 
@@ -131,7 +140,8 @@ def _dynamic_section(library: _LinkMap) -> dict[int, int]:
 
     glibc has relocated the addresses in it, except for the kernel's library (the vDSO).
     """
-    section, index = {}, 0
+    section = {}
+    index = 0
     while tag := library.dynamic[index]:
         section[tag] = library.dynamic[index + 1]
         index += 2

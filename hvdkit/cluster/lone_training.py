@@ -25,7 +25,8 @@ from typing import Any
 from hvdkit.cluster.logs import get_logger
 
 _SECONDS = 0.1
-_FIT, _APPLY = ("keras", "trainer.py"), ("keras", "optimizer.py")
+_FIT = ("keras", "trainer.py")
+_APPLY = ("keras", "optimizer.py")
 
 
 class LoneTraining:
@@ -135,7 +136,8 @@ def _number(iterations: Any) -> int:
 
 def _trained() -> Iterator[Any]:
     """Yield ``iterations`` of existing optimizers that have trained: by a model's function, or in a graph."""
-    keras, tf = sys.modules.get("keras"), sys.modules.get("tensorflow")
+    keras = sys.modules.get("keras")
+    tf = sys.modules.get("tensorflow")
     if keras is None or tf is None:
         return
     optimizers: list[Any] = []

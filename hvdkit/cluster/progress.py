@@ -65,7 +65,8 @@ class Progress:
 
     def end_profile(self, *, finish: bool) -> None:
         """Stop recording; with ``finish``, merge the records of all ranks, all of which must call it."""
-        profile, self.profile = self.profile, None
+        profile = self.profile
+        self.profile = None
         if profile is not None:
             (profile.finish if finish else profile.give_up)()
 

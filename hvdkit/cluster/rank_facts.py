@@ -38,7 +38,8 @@ def gather_rank_facts(
     """Return the facts of every rank, and the mesh. Raises on every rank if a mesh is invalid, or settings differ."""
 
     def local_facts() -> RankFacts:
-        axes, bucket_bytes = checked_mesh(mesh, size), settings.bucket_bytes()
+        axes = checked_mesh(mesh, size)
+        bucket_bytes = settings.bucket_bytes()
         return RankFacts(socket.gethostname(), list(axes.items()), processes.place(), offer, bucket_bytes)
 
     facts = gather(exchange, "hk.init()", local_facts, error=ClusterError)

@@ -24,7 +24,9 @@ _VARIABLE_PREFIX = "OMPI_MCA_coll"
 _FILE = Path("~/.openmpi/mca-params.conf")
 
 # Algorithm numbers of Open MPI's coll/tuned; 0 leaves the choice to Open MPI.
-NO_RULE, RECURSIVE_DOUBLING, RING = 0, 3, 4
+NO_RULE = 0
+RECURSIVE_DOUBLING = 3
+RING = 4
 _PART_BYTES = 128 * 1024
 _TWO_RANKS_BYTES = 1024 * 1024
 

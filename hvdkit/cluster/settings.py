@@ -28,12 +28,16 @@ _BEFORE_MPI = {
 }
 # Milliseconds between Horovod's checks for finished gradients; a step ends by waiting for one. Each check synchronizes
 # with all other ranks, which takes time from computation if ranks share cores.
-_CYCLE, _CYCLE_ON_SHARED_CORES = "0.2", "1"
+_CYCLE = "0.2"
+_CYCLE_ON_SHARED_CORES = "1"
 # The overhead of smaller buckets exceeds the waiting time that they save; a single bucket could not be sent before all
 # gradients are computed. Between hosts, the links are idle at the beginning of every message.
-_BUCKET, _BUCKET_BYTES, _BUCKET_BYTES_BETWEEN_HOSTS = "HVDKIT_BUCKET_BYTES", 8 * 1024 * 1024, 32 * 1024 * 1024
+_BUCKET = "HVDKIT_BUCKET_BYTES"
+_BUCKET_BYTES = 8 * 1024 * 1024
+_BUCKET_BYTES_BETWEEN_HOSTS = 32 * 1024 * 1024
 # Horovod's own stall limit, which does not write stacks, takes effect after the watchdog's.
-_LATER_SECONDS, _MUCH_LATER_SECONDS = 60, 86_400
+_LATER_SECONDS = 60
+_MUCH_LATER_SECONDS = 86_400
 _STALL_REPORT = "HOROVOD_STALL_CHECK_TIME_SECONDS"
 
 

@@ -129,7 +129,8 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
     threads_before = processes.threads(os.getpid())
     hvd, communicator, horovod_sets = engine.start_horovod(launched, _mesh_process_sets(mesh, launched.size))
     waiters = processes.threads(os.getpid()) - threads_before
-    rank, size = hvd.rank(), hvd.size()
+    rank = hvd.rank()
+    size = hvd.size()
     logs.configure(rank, size)
     order = CallOrder()
     exchange = ObjectExchange(hvd, communicator, order=order)
@@ -245,7 +246,8 @@ def make_groups(sets: Sequence[tuple[int, ...]]) -> list[Group | None]:
         ClusterError: before :func:`init`, or Horovod cannot create process sets any more.
     """
     world = _current()
-    rank, size = world.cluster.rank, world.cluster.size
+    rank = world.cluster.rank
+    size = world.cluster.size
     known = world.process_sets
     if new := [ranks for ranks in dict.fromkeys(sets) if 1 < len(ranks) < size and ranks not in known]:
         threads_before = processes.threads(os.getpid())

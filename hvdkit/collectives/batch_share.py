@@ -41,7 +41,8 @@ def share_of_batch(factor: tf.Tensor | None) -> Iterator[None]:
             finite. None if all ranks have the same number of rows.
     """
     previous = _current.factor, _current.active
-    _current.factor, _current.active = factor, True
+    _current.factor = factor
+    _current.active = True
     try:
         yield
     finally:

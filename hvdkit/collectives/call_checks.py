@@ -107,7 +107,8 @@ def _check_signatures(calls: list[Call], ranks: Sequence[int]) -> None:
             f"join: rank {joined} has joined, but rank {active[0][0]} called {active[0][1]}; after hk.join() on one "
             "rank, other ranks may only call hk.allreduce (Sum or Average) or hk.barrier until they join"
         )
-    ranks, calls = [rank for rank, _ in active], [each for _, each in active]
+    ranks = [rank for rank, _ in active]
+    calls = [each for _, each in active]
     compare(calls, "collective", SAME_CALLS, ranks=ranks, key=lambda c: (c.kind, len(c.shapes)), show=shown_calls)
     first = calls[0]
     remedy = "pass equal dtypes and shapes on every rank" + " (only the first axis may differ)" * first.uneven

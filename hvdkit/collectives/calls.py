@@ -72,7 +72,8 @@ _refusal = _Refusal()
 @contextlib.contextmanager
 def refusing_collectives() -> Iterator[None]:
     """Make collectives on this thread raise in this context, which only some of the ranks enter."""
-    before, _refusal.active = _refusal.active, True
+    before = _refusal.active
+    _refusal.active = True
     try:
         yield
     finally:
@@ -169,7 +170,8 @@ def _differentiable(collective: Collective, forward: Callable[[Tensors], list[An
             if collective.gradient is None:
                 raise LookupError(f"{collective.kind} has no gradient; use another op, or tf.stop_gradient(x)")
             floats = [i for i, x in enumerate(xs) if x.dtype.is_floating]
-            floating, dys = [xs[i] for i in floats], [upstream[i] for i in floats]
+            floating = [xs[i] for i in floats]
+            dys = [upstream[i] for i in floats]
             if factor is None:
                 return _with_none(collective.gradient(floating, results, dys), xs)
             if record.could_possibly_record():  # an outer tape: it is unknown which loss is weighted
@@ -193,7 +195,8 @@ def _with_none(grads: Tensors, xs: Sequence[tf.Tensor]) -> Tensors:
 
 def _assert_rows(collective: Collective, factor: tf.Tensor) -> Any:
     """Assert that this rank has rows of the global batch, so that its values contributed."""
-    got, expected = f"{collective.kind} with a gradient, in a batch of fewer rows than ranks", "rows on every rank"
+    got = f"{collective.kind} with a gradient, in a batch of fewer rows than ranks"
+    expected = "rows on every rank"
     return tf.debugging.Assert(factor > 0, [describe("x", got, expected, "leave the last batch out (drop_remainder)")])
 
 

@@ -64,9 +64,11 @@ def digest_of_batch(data: Any) -> tf.Tensor:
     total = tf.zeros([], tf.int64)
     for index, leaf in enumerate(leaf for leaf in tf.nest.flatten(data) if leaf is not None):
         x = getattr(leaf, "flat_values", getattr(leaf, "values", leaf)) if not isinstance(leaf, tf.Tensor) else leaf
-        ends, rows = x[None], tf.ones([], tf.int64)
+        ends = x[None]
+        rows = tf.ones([], tf.int64)
         if x.shape.rank:
-            ends, rows = tf.concat([x[:1], x[-1:]], 0), tf.shape(x, tf.int64)[0]
+            ends = tf.concat([x[:1], x[-1:]], 0)
+            rows = tf.shape(x, tf.int64)[0]
         hashed = tf.strings.to_hash_bucket_fast(tf.io.serialize_tensor(ends), 2**62)
         total = total * 1_000_003 + hashed + rows * (index + 1)
     return total

@@ -122,7 +122,8 @@ def _may_be_constant(x: tf.Tensor) -> bool:
 
     Arguments of inner functions do not count: they may be constants after inlining.
     """
-    seen, pending = set(), [x]
+    seen = set()
+    pending = [x]
     while pending:
         tensor = pending.pop()
         if isinstance(tensor, EagerTensor) or tensor.op.op_def.is_stateful:

@@ -55,7 +55,8 @@ class ProcessSet:
     @classmethod
     def _from_group(cls, group: Group) -> ProcessSet:
         process_set = cls.__new__(cls)
-        process_set.ranks, process_set._group = group.ranks, group
+        process_set.ranks = group.ranks
+        process_set._group = group
         return process_set
 
     def size(self) -> int:

@@ -335,7 +335,8 @@ def grouped_reducescatter(
             if x.shape.rank == 0:
                 raise ValueError(describe("x", "a single number", "at least one axis", "use hk.allreduce"))
             if (x.shape.num_elements() or 0) > tensors.LARGEST:
-                got, expected = f"{x.shape.num_elements():,} elements", f"at most {tensors.LARGEST:,}"
+                got = f"{x.shape.num_elements():,} elements"
+                expected = f"at most {tensors.LARGEST:,}"
                 raise ValueError(describe("x", got, expected, "reduce it in several parts"))
             dtypes.wire_dtype(x.dtype, reduction)
 

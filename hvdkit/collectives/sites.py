@@ -36,8 +36,14 @@ class Site:
     """
 
     def __init__(self, key: str, what: str, line: str, ranks: Sequence[int] | None, nbytes: int) -> None:
-        self._key, self._what, self._line, self._ranks, self._nbytes = key, what, line, ranks, nbytes
-        self._number, self._seen, self._has_run = 0, (0.0, 0.0), False
+        self._key = key
+        self._what = what
+        self._line = line
+        self._ranks = ranks
+        self._nbytes = nbytes
+        self._number = 0
+        self._seen = (0.0, 0.0)
+        self._has_run = False
 
     def handle(self) -> tf.Tensor:
         """Return the variable with its last start and end time, in seconds since 1970. End time 0: not ended yet.
@@ -49,7 +55,8 @@ class Site:
     def record(self, native: Callable[[list[tf.Tensor]], Any], values: list[tf.Tensor]) -> Any:
         """Return ``native(values)``, and record when ``values`` and the results become available in the graph."""
         with tf.control_dependencies(values), tf.device("/CPU:0"):
-            began, handle = tf.timestamp(), self.handle()
+            began = tf.timestamp()
+            handle = self.handle()
             written = tf.raw_ops.AssignVariableOp(resource=handle, value=tf.stack([began, tf.zeros_like(began)]))
         with tf.control_dependencies([written]):
             ready = [tf.identity(x) for x in values]

@@ -127,7 +127,9 @@ class _WireTensor:
     def __init__(
         self, x: tf.Tensor, dtype: tf.DType, op: ReduceOp, size: int, prescale: float = 1.0, postscale: float = 1.0
     ) -> None:
-        self._dtype, self._size, self._postscale = x.dtype, size, postscale
+        self._dtype = x.dtype
+        self._size = size
+        self._postscale = postscale
         self._restore: dtypes.Decode = tf.identity
         self._factor = dtypes.average_factor(dtype, size) if op == ReduceOp.Average else 1.0
         self._is_divided = op == ReduceOp.Average and self._factor == 1.0
@@ -291,7 +293,8 @@ def compared_alltoall(
 
 def reducescatter(x: tf.Tensor, op: ReduceOp, name: str, group: cluster.Group | None = None) -> tf.Tensor:
     """Reduce ``x`` over all ranks (or ``group``) and return this rank's rows of the result."""
-    dtype, size = dtypes.wire_dtype(x.dtype, op), _size(group)
+    dtype = dtypes.wire_dtype(x.dtype, op)
+    size = _size(group)
     if size == 1:
         return tf.identity(x)
     from horovod.tensorflow.mpi_ops import _reducescatter
@@ -336,8 +339,10 @@ def compared_reducescatter(
 
 def _blocks(x: tf.Tensor, size: int) -> tuple[tf.Tensor, tf.Tensor]:
     """Return ``x`` as ``[size, rows of a rank, ...]``, padded with zeros, and how many ranks get one more row."""
-    rows, inner = tf.shape(x)[0], tf.shape(x)[1:]
-    quotient, remainder = rows // size, rows % size
+    rows = tf.shape(x)[0]
+    inner = tf.shape(x)[1:]
+    quotient = rows // size
+    remainder = rows % size
     padding = tf.cast(remainder > 0, tf.int32)
     head_rows = remainder * (quotient + 1)
     head = tf.reshape(x[:head_rows], tf.concat([[remainder, quotient + padding], inner], axis=0))

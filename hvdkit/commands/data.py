@@ -194,7 +194,8 @@ def _recognized(files: Sequence[File]) -> Kind:
     kinds = in_threads(_format_of_file, some)
     for file, kind in zip(some, kinds, strict=True):
         if kind != kinds[0]:
-            got, expected = f"{kind} in {file.url}", f"{kinds[0]}, as in {some[0].url}"
+            got = f"{kind} in {file.url}"
+            expected = f"{kinds[0]}, as in {some[0].url}"
             raise ValueError(describe("paths", got, expected, "pass --format, or a pattern for some of the files"))
     return kinds[0]
 

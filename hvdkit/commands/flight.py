@@ -16,7 +16,8 @@ from hvdkit.errors import describe
 from hvdkit.watchdog.flight_file import FlightFile, read
 from hvdkit.watchdog.flight_recorder import CollectiveRecord
 
-_MAX_NAMED, _MAX_DRAWN = 8, 16
+_MAX_NAMED = 8
+_MAX_DRAWN = 16
 _COLUMNS = 60
 
 

@@ -16,7 +16,8 @@ from typing import Any, TextIO
 from hvdkit.machine.terminal import on_terminal
 
 # tyro's error report in ASCII when written to a file: a title, then paragraphs separated by rules.
-_TITLE, _RULE = re.compile(r" \S"), re.compile(r" *-{3,} *$")
+_TITLE = re.compile(r" \S")
+_RULE = re.compile(r" *-{3,} *$")
 
 
 def parse(
@@ -52,7 +53,8 @@ def parse(
     in_color = on_terminal() and not os.environ.get("NO_COLOR")  # https://no-color.org
     if in_color and not quiet:
         return tyro.cli(kind, **options)
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             return tyro.cli(kind, **options)

@@ -185,7 +185,8 @@ def allreduce(
         factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
         return collectives.allreduce(tensor, op, name=name, process_set=process_set, **factors)
     if (prescale_factor, postscale_factor) != (1.0, 1.0):
-        got, expected = (prescale_factor, postscale_factor), "1.0 with compression"
+        got = (prescale_factor, postscale_factor)
+        expected = "1.0 with compression"
         raise ValueError(describe("prescale_factor, postscale_factor", got, expected, "multiply the tensor"))
     return hk.average_gradients([tensor], op=op, compression=compression, process_set=process_set)[0]
 

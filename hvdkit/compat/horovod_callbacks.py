@@ -110,7 +110,9 @@ class LearningRateWarmupCallback(LearningRateWarmup):
         verbose: int = 0,
     ) -> None:
         super().__init__(initial_lr=initial_lr)
-        self._epochs, self._steps_per_epoch, self._verbose = warmup_epochs, steps_per_epoch, verbose
+        self._epochs = warmup_epochs
+        self._steps_per_epoch = steps_per_epoch
+        self._verbose = verbose
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Read the number of steps per epoch from Keras."""
@@ -167,11 +169,14 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         steps_per_epoch: int | None = None,
     ) -> None:
         super().__init__()
-        self._rate, self._start, self._end = initial_lr, start_epoch, end_epoch
+        self._rate = initial_lr
+        self._start = start_epoch
+        self._end = end_epoch
         self._multiplier: Callable[[float], float] = multiplier if callable(multiplier) else lambda _: multiplier
         # Horovod sets the rate of a constant multiplier once per epoch.
         self._staircase = staircase or not callable(multiplier)
-        self._steps_per_epoch, self._epoch = steps_per_epoch, 0
+        self._steps_per_epoch = steps_per_epoch
+        self._epoch = 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Set the rate of the epoch."""

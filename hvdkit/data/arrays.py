@@ -185,7 +185,8 @@ class _Column:
         """Read with ascending unique indices: h5py requires them, and files are read fastest in order."""
         unique, inverse = np.unique(indices, return_inverse=True)
         inverse = inverse.reshape(indices.shape)  # NumPy 1 returns it flat
-        first, last = int(unique[0]), int(unique[-1])
+        first = int(unique[0])
+        last = int(unique[-1])
         if self._is_h5py and last - first + 1 == len(unique):
             return np.asarray(self._array[first : last + 1])[inverse]  # one read instead of one per row
         return np.asarray(self._array[unique])[inverse]

@@ -134,7 +134,8 @@ class GlobalBatches(Iterator[Any]):
             arguments.warn_about_reading(self._source, self._shuffle, self._batch_size, self._size)
         self._rank_rows = order.RankRows(self._rank, self._size, self._batch_size)
         self._rows = self._rank_rows.rows(self._batch_size)
-        self._with_sample_weight, self._as_tensors = with_sample_weight, as_tensors
+        self._with_sample_weight = with_sample_weight
+        self._as_tensors = as_tensors
         self._weights: tuple[int, Any] = (0, None)  # cache: the last global_count, and its sample_weight
         if with_sample_weight:
             self._require_pairs()
@@ -384,7 +385,8 @@ class GlobalBatches(Iterator[Any]):
         if self._steps_per_epoch is not None and self._step == self._steps_per_epoch:
             self._end_epoch()
         if self._step:
-            got, remedy = f"step {self._step} of epoch {self._epoch}", "read the epoch to its end"
+            got = f"step {self._step} of epoch {self._epoch}"
+            remedy = "read the epoch to its end"
             raise ValueError(describe("add_new_files", got, "the end of an epoch", remedy))
         epoch = self._epoch if epoch is None else integer("epoch", epoch, minimum=self._epoch)
         step = self.state_at(self.step)["global_step"] + (epoch - self._epoch) * (self._steps_per_epoch or 0)
@@ -574,7 +576,8 @@ class GlobalBatches(Iterator[Any]):
 
     def _checked_place(self, epoch_name: str, epoch: Any, step_name: str, step: Any) -> tuple[int, int]:
         """Return an epoch and a step of it, after checking that they exist; the names are for the errors."""
-        epoch, step = integer(epoch_name, epoch, minimum=0), integer(step_name, step, minimum=0)
+        epoch = integer(epoch_name, epoch, minimum=0)
+        step = integer(step_name, step, minimum=0)
         if epoch < self._first[0]:
             remedy = "earlier epochs read other files: pass a later epoch, or restore a state of that epoch"
             raise ValueError(describe(epoch_name, epoch, f"at least {self._first[0]}", remedy))
@@ -584,14 +587,17 @@ class GlobalBatches(Iterator[Any]):
         return epoch, step
 
     def _continue_at(self, epoch: int, step: int) -> None:
-        self._epoch, self._epoch_yielded, self._step = epoch, epoch, step
+        self._epoch = epoch
+        self._epoch_yielded = epoch
+        self._step = step
         self._count = self._reader = None
         self._restores += 1
 
     def _take_files(self, files: GrowingFiles) -> None:
         if files.source is not self._source:
             self._take_source(files.source)
-        self._files, self._first = files, (files.first_epoch, files.first_step)
+        self._files = files
+        self._first = (files.first_epoch, files.first_step)
         limits = [limit for limit in (self._epochs, files.end) if limit is not None]
         self.available_epochs = min(limits, default=None)
 
@@ -621,7 +627,8 @@ class GlobalBatches(Iterator[Any]):
         self._step += 1
         if self._steps_per_epoch is not None and self._step > self._steps_per_epoch:
             raise self._unequal_epochs("more")
-        self._count, self._epoch_yielded = count, self._epoch
+        self._count = count
+        self._epoch_yielded = self._epoch
         if self._as_tensors:
             batch = optree.tree_map(tensor_of, batch)
         return (*batch, self.sample_weight) if self._with_sample_weight else batch
@@ -633,7 +640,9 @@ class GlobalBatches(Iterator[Any]):
             self._steps_per_epoch = self._step
         elif self._step < self._steps_per_epoch:
             raise self._unequal_epochs(str(self._step))
-        self._epoch, self._step, self._reader = self._epoch + 1, 0, None
+        self._epoch = self._epoch + 1
+        self._step = 0
+        self._reader = None
 
     def _known_steps_per_epoch(self) -> int | None:
         examples = self._source.examples
@@ -665,7 +674,8 @@ class GlobalBatches(Iterator[Any]):
 
         def position() -> tuple[int, int, int]:
             if self._source_identity != identity:
-                got, expected = "other files than when it was made", "the same files"
+                got = "other files than when it was made"
+                expected = "the same files"
                 remedy = "call as_keras() again, after restore() and add_new_files()"
                 raise ValueError(describe("dataset", got, expected, remedy))
             return self._restores, self._epoch, self._step
@@ -703,11 +713,13 @@ class GlobalBatches(Iterator[Any]):
     def _require_pairs(self) -> None:
         structure = self._source.structure
         if not isinstance(structure, tuple) or len(structure) != 2:
-            got, remedy = f"a {type(structure).__name__}", "pass (x, y), or read .sample_weight after each batch"
+            got = f"a {type(structure).__name__}"
+            remedy = "pass (x, y), or read .sample_weight after each batch"
             raise TypeError(describe("arrays_or_source", got, "a tuple (x, y) for with_sample_weight=True", remedy))
 
     def _unequal_epochs(self, steps: str) -> ValueError:
-        got, expected = f"a stream of {steps} batches in epoch {self._epoch}", f"{self._steps_per_epoch}, as before"
+        got = f"a stream of {steps} batches in epoch {self._epoch}"
+        expected = f"{self._steps_per_epoch}, as before"
         remedy = "make the stream the same each time it is read (no unseeded filter or sampling)"
         return ValueError(describe("arrays_or_source", got, expected, remedy))
 

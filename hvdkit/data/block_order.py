@@ -82,7 +82,10 @@ class BlockOrder:
     """
 
     def __init__(self, block_starts: np.ndarray, lane_starts: np.ndarray, window: int, seed: int | None):
-        self._block_starts, self._lane_starts, self._window, self._seed = block_starts, lane_starts, window, seed
+        self._block_starts = block_starts
+        self._lane_starts = lane_starts
+        self._window = window
+        self._seed = seed
         # What the first window of each lane lacks: multiples of the golden ratio, which are spread evenly.
         self._missing = np.array([(lane * 0x9E3779B9 % 2**32) * window >> 32 for lane in range(len(lane_starts) - 1)])
         # Of the latest passes: where each block ends in the sequence, and the differences from places to examples.
@@ -91,7 +94,8 @@ class BlockOrder:
 
     def __call__(self, lanes: np.ndarray, places: np.ndarray) -> np.ndarray:
         """Return the example at each place of a lane, int64 of the shape of ``places``."""
-        lane, place = np.ravel(lanes), np.ravel(places)
+        lane = np.ravel(lanes)
+        place = np.ravel(places)
         window = (place - self._lane_starts[lane] + self._missing[lane]) // self._window
         changes = np.flatnonzero((np.diff(lane) != 0) | (np.diff(window) != 0)) + 1
         examples = np.empty(place.shape, np.int64)
@@ -105,7 +109,8 @@ class BlockOrder:
         """Return the first place of a window, and its examples in their order."""
         lane_start, lane_end = map(int, self._lane_starts[lane : lane + 2])
         start = lane_start - int(self._missing[lane]) + window * self._window
-        first, end = max(start, lane_start), min(start + self._window, lane_end)
+        first = max(start, lane_start)
+        end = min(start + self._window, lane_end)
         examples = self._windows.get((lane, window))
         if examples is None:
             examples = self._in_sequence(first, end)

@@ -12,7 +12,8 @@ Parts: TypeAlias = "str | tuple[Parts, ...] | list[Parts] | dict[str, Parts] | N
 """``"rows"``, ``"whole"``, or a nest of these."""
 
 Data = TypeVar("Data")
-ROWS, WHOLE = "rows", "whole"
+ROWS = "rows"
+WHOLE = "whole"
 _DIVISIONS: WeakRegistry[Parts] = WeakRegistry()
 
 

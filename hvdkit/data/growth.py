@@ -62,9 +62,11 @@ class GrowingFiles:
             ValueError: The state has no files, or some of them are missing now.
         """
         if missing := set(self.state) - set(state):
-            got, remedy = f"no {sorted(missing)}", "pass growth= to both runs, or to neither"
+            got = f"no {sorted(missing)}"
+            remedy = "pass growth= to both runs, or to neither"
             raise ValueError(describe("state", got, "the state of files that grow", remedy))
-        names, earlier = list(_names(state, "file_names")), tuple(_names(state, "earlier_files"))
+        names = list(_names(state, "file_names"))
+        earlier = tuple(_names(state, "earlier_files"))
         first_epoch, first_step = (integer(f"state[{key!r}]", state[key], minimum=0) for key in _FIRST)
         source = self.source
         if names != source.names:
@@ -103,9 +105,11 @@ class GrowingFiles:
         if replaces:
             if sum(listed.rows_of(name) for name in new) < min_rows:
                 return None
-            names, earlier = new, (*self.earlier, *self.source.names)
+            names = new
+            earlier = (*self.earlier, *self.source.names)
         else:
-            names, earlier = [*self.source.names, *new], self.earlier
+            names = [*self.source.names, *new]
+            earlier = self.earlier
             if changed := [name for name in self.source.names if not self.source.is_same(listed, name)]:
                 raise DataError(f"{_some(changed)} changed or disappeared since the epoch that read them began")
         return GrowingFiles(self.growth, listed, listed.selected(names), earlier, epoch, step)

@@ -60,7 +60,8 @@ def batches_of_epoch(
     equal numbers of rows, ``[batches, rows]``. The second value has the number of real examples of each batch. The
     third is 0; streams yield a digest of the batch instead.
     """
-    examples, batch_size = source.examples, rank_rows.batch_size
+    examples = source.examples
+    batch_size = rank_rows.batch_size
     steps = order.steps_per_epoch(examples, batch_size, remainder)
     epoch_order = source.order(shuffle, epoch, batch_size)
     rows_of_full_batch = rank_rows.rows(batch_size)

@@ -15,7 +15,8 @@ from hvdkit.errors import describe
 
 # Each call from TensorFlow into Python takes 0.2 ms. So several small batches, up to this many bytes, are fetched at
 # once and split by TensorFlow.
-_BYTES_AT_ONCE, _MOST_AT_ONCE = 2**20, 16
+_BYTES_AT_ONCE = 2**20
+_MOST_AT_ONCE = 16
 _OPEN_READERS = 4  # limit on open passes; the oldest, abandoned ones are closed first
 # Seconds without a read after which a pass is closed, once the dataset has been deleted.
 _ABANDONED_SECONDS = 2.0
@@ -106,9 +107,13 @@ class _Passes:
         steps: int | None,
         parts: list[Any],
     ) -> None:
-        self._open_at, self._position, self._steps, self._parts = open_at, position, steps, parts
+        self._open_at = open_at
+        self._position = position
+        self._steps = steps
+        self._parts = parts
         self._empty_arrays = [_empty_array(part) for part in parts]
-        self._origin, self._started = position(), itertools.count()
+        self._origin = position()
+        self._started = itertools.count()
         # Readers by position. A reader that was dropped is reopened.
         self._readers: dict[tuple[int, int, int], Iterator[tuple[int, Any]]] = {}
         self._lock = threading.Lock()
@@ -179,7 +184,8 @@ class _Passes:
     def _begin(self) -> tuple[int, int, int]:
         with self._lock:
             if self._origin[0] != self._position()[0]:
-                self._origin, self._started = self._position(), itertools.count()
+                self._origin = self._position()
+                self._started = itertools.count()
             _, epoch, step = self._origin
             passed = next(self._started)
         if self._steps is None:

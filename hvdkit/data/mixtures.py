@@ -52,16 +52,20 @@ class Proportions:
         heapq.heapify(nodes)
         splits = []
         for node in range(len(weights), 2 * len(weights) - 1):
-            (light, first), (heavy, second) = heapq.heappop(nodes), heapq.heappop(nodes)
+            light, first = heapq.heappop(nodes)
+            heavy, second = heapq.heappop(nodes)
             splits.append((node, first, second, round(light / (light + heavy) * 2**_BITS)))
             heapq.heappush(nodes, (light + heavy, node))
-        self._sources, self._splits = len(weights), splits[::-1]
+        self._sources = len(weights)
+        self._splits = splits[::-1]
 
     def draws(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the source of each place, and how many earlier places draw from it, int64 like ``places``."""
-        source, draw = np.full(places.shape, 2 * self._sources - 2), places
+        source = np.full(places.shape, 2 * self._sources - 2)
+        draw = places
         for node, first, second, part in self._splits:
-            is_here, before = source == node, _part(draw, part)
+            is_here = source == node
+            before = _part(draw, part)
             is_first = is_here & (_part(draw + 1, part) > before)
             draw = np.where(is_first, before, np.where(is_here, draw - before, draw))
             source = np.where(is_first, first, np.where(is_here, second, source))
@@ -78,7 +82,8 @@ class Proportions:
 
 def _part(places: Any, part: int) -> Any:
     """Return ``floor(places * part / 2**30 + 1/2)`` without overflow."""
-    high, low = places >> _BITS, places & (2**_BITS - 1)
+    high = places >> _BITS
+    low = places & (2**_BITS - 1)
     return high * part + ((low * part + 2 ** (_BITS - 1)) >> _BITS)
 
 
@@ -95,7 +100,8 @@ class Mixture:
     def __init__(
         self, sources: Sequence[ArraySource | FileSource], weights: Sequence[float], epoch_examples: int | None
     ):
-        self.sources, self.weights = list(sources), [float(weight) for weight in weights]
+        self.sources = list(sources)
+        self.weights = [float(weight) for weight in weights]
         self.examples = epoch_examples or sum(source.examples for source in sources)
         self.structure = sources[0].structure
         self._proportions = Proportions(self.weights)
@@ -157,7 +163,8 @@ class Mixture:
 
     def _read(self, indices: np.ndarray, readers: Sequence[EpochReader]) -> Any:
         source = np.searchsorted(self._first_examples, indices, side="right") - 1
-        parts, rows = [], []
+        parts = []
+        rows = []
         for i in np.unique(source).tolist():
             rows.append(np.flatnonzero(source == i))
             numbers = indices[rows[-1]] - self._first_examples[i]

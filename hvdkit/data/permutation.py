@@ -36,7 +36,8 @@ class Permutation:
 
     def __init__(self, examples: int, key: tuple[int, ...]):
         right_bits = (examples - 1).bit_length() // 2
-        self._examples, self._right_bits = np.uint64(examples), np.uint64(right_bits)
+        self._examples = np.uint64(examples)
+        self._right_bits = np.uint64(right_bits)
         self._right_mask = np.uint64(2**right_bits - 1)
         self._lefts = np.uint64(-(-examples // 2**right_bits))  # m
         self._keys = np.random.SeedSequence(key).generate_state(_ROUNDS, np.uint64)
@@ -56,7 +57,8 @@ class Permutation:
         return values
 
     def _encrypt(self, values: np.ndarray) -> np.ndarray:
-        left, right = values >> self._right_bits, values & self._right_mask
+        left = values >> self._right_bits
+        right = values & self._right_mask
         for i in range(0, _ROUNDS, 2):
             # left = (left + f(right)) mod m. Below 0, the difference wraps around and is the larger of the two.
             function = _mixed(right, self._keys[i]) >> _HALF

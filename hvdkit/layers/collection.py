@@ -103,7 +103,10 @@ class ShardedEmbeddingCollection(ShardedLayer):
         super().__init__(**kwargs)
         self.autocast = False  # ids are integers, and weights keep their dtype
         self.tables = check_tables(tables)
-        self.compression, self.out_of_range, self.seed, self.dp_input = compression, out_of_range, seed, dp_input
+        self.compression = compression
+        self.out_of_range = out_of_range
+        self.seed = seed
+        self.dp_input = dp_input
         self._wire = wire_dtype(compression)
         if out_of_range not in get_args(OutOfRange):
             raise ValueError(describe("out_of_range", out_of_range, "'error', 'wrap' or 'drop'", "pass one of them"))
@@ -233,7 +236,8 @@ class ShardedEmbeddingCollection(ShardedLayer):
 
     def compute_output_spec(self, inputs: Mapping[str, Any], **_: Any) -> dict[str, Any]:
         """Return the outputs' shapes, without a lookup."""
-        values, specs = self._check_features(inputs), {}
+        values = self._check_features(inputs)
+        specs = {}
         for name, (feature, table) in self.lookups.items():
             if self.dp_input:
                 specs[name] = self._output_spec(values[feature], table, feature)
@@ -354,7 +358,8 @@ class ShardedEmbeddingCollection(ShardedLayer):
             CollectiveMismatchError: another rank's arrays are wrong.
         """
         self._check_no_evict("set_weights")
-        store, names = self._built_store(), [table.name for table in self.tables]
+        store = self._built_store()
+        names = [table.name for table in self.tables]
 
         def check() -> None:
             if len(weights) != len(names):

@@ -126,8 +126,11 @@ class ShardedEmbedding(ShardedLayer):
             regularizer=embeddings_regularizer,
             mask_zero=mask_zero,
         )
-        self.input_dim, self.output_dim, self.combiner = self.table.input_dim, self.table.output_dim, combiner
-        self.partition, self.mask_zero = partition, mask_zero
+        self.input_dim = self.table.input_dim
+        self.output_dim = self.table.output_dim
+        self.combiner = combiner
+        self.partition = partition
+        self.mask_zero = mask_zero
         self._collection = _Lookup(
             [self.table],
             {_TABLE: _PARTITIONS[partition]},

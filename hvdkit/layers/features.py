@@ -220,7 +220,8 @@ def _dense(ids: tf.Tensor, weights: Any, combiner: str | None, name: str) -> Bag
             expected = f"the ids' shape {ids.shape}"
             raise ValueError(describe(f"weights of {name!r}", f"shape {weights.shape}", expected, "one for each id"))
     if _known_axes(ids, name) < 2:  # each id is a separate example
-        ids, weights = ids[..., None], None if weights is None else weights[..., None]
+        ids = ids[..., None]
+        weights = None if weights is None else weights[..., None]
     return _over_last_axis(ids, weights)
 
 
@@ -294,7 +295,8 @@ def make_ids_valid(bag: Bag, table: Table, how: OutOfRange) -> Bag:
     With "error" they are already recorded as faults, and every rank raises before a row is used. Padding is dropped as
     well.
     """
-    ids, kept = bag.ids, None
+    ids = bag.ids
+    kept = None
     if table.mask_zero and table.combiner is not None:
         kept = tf.not_equal(ids, 0)
     if table.evict is None and how == "wrap":

@@ -100,7 +100,8 @@ def fault_of(store: TableStore, bags: Mapping[str, Bag]) -> Fault:
     """
     checks = []
     for name, (feature, table) in store.lookups.items():
-        bag, where = bags.get(name, _NO_BAG), f"feature {feature!r} of table {table.name!r}"
+        bag = bags.get(name, _NO_BAG)
+        where = f"feature {feature!r} of table {table.name!r}"
         if store.out_of_range == "error" and not table.evict:
             remedy = "check the data, or pass out_of_range='wrap' or 'drop'"
             checks.append(range_check(bag.ids, table.input_dim, where, remedy))
@@ -122,7 +123,8 @@ def _after_check(store: TableStore, bags: dict[str, Bag], fault: Fault) -> dict[
 
 def _keys(store: TableStore, bags: Mapping[str, Bag], part: TableSlice) -> tf.Tensor:
     """Return the concatenated keys that the outputs of a table request from one of its slices."""
-    table, size = part.table, store.layout.size
+    table = part.table
+    size = store.layout.size
     dtype = key_dtype(store.layout.keys)  # one dtype for all tables, which share a message
     ids = routing.concat([tf.cast(bags[name].ids, dtype) for name in store.outputs[table.name]])
     return ids if table.evict else keys_of(ids, part.rule, table.input_dim, size, base=part.base, rank=part.rank)

@@ -77,7 +77,8 @@ def read_owned(store: TableStore, bags: Mapping[str, Bag]) -> dict[str, Any]:
     """
     checked, batch = _agree_on_batch(fault_of(store, bags), _examples(bags), bags)
     safe = {name: make_ids_valid(bag, store.lookups[name].table, store.out_of_range) for name, bag in checked.items()}
-    rank, size = cluster.rank(), cluster.size()
+    rank = cluster.rank()
+    size = cluster.size()
     edges = tf.range(size + 1) * batch // size
     counts = edges[1:] - edges[:-1]
     columns: dict[str, dict[int, tf.Tensor]] = {name: {} for name in store.lookups}
@@ -110,7 +111,8 @@ def one_vector_each(bag: Bag, name: str) -> Bag:
     """Return ``bag`` unchanged. Raises ValueError unless every example has exactly one vector."""
     if bag.like is None and bag.shape.shape[0] == 1:
         return bag
-    expected, remedy = "one vector for each example with dp_input=False", "give the table a combiner, or pass [batch]"
+    expected = "one vector for each example with dp_input=False"
+    remedy = "give the table a combiner, or pass [batch]"
     raise ValueError(describe(f"ids of {name!r}", "several ids for each example", expected, remedy))
 
 
@@ -161,7 +163,8 @@ def _raise_if_unequal(batches: tf.Tensor, wrong: tf.Tensor) -> list[tf.Operation
 
 def _vectors(store: TableStore, bag: Bag, lookup: OwnedLookup) -> tf.Tensor:
     """Return the columns of one output that this rank owns, for all examples: ``[B, columns]``."""
-    source, columns = KeyedVariable(store.variables[lookup.group]._value), len(lookup.slice.columns)
+    source = KeyedVariable(store.variables[lookup.group]._value)
+    columns = len(lookup.slice.columns)
     rows = read_distinct(source, tf.cast(bag.ids, tf.int64) + lookup.slice.base)
     vectors = combine_rows(rows, bag, lookup.slice.table.combiner)
     return tf.ensure_shape(vectors[:, :columns], [None, columns])
@@ -184,12 +187,15 @@ def _scatter_examples(
         batch: B.
         wire: dtype in which vectors are sent; None for their dtype.
     """
-    rank, size = cluster.rank(), cluster.size()
+    rank = cluster.rank()
+    size = cluster.size()
     if size == 1 or not any(widths):
         return [whole[: counts[rank]] if o == rank else tf.zeros([counts[rank], 0], whole.dtype) for o in range(size)]
     sent = wire if wire is not None and wire.size < whole.dtype.size else whole.dtype
-    dtype, name = whole.dtype, f"{_NAME}.vectors_{sent.name}"
-    sent_counts, received_counts = counts * widths[rank], counts[rank] * tf.constant(list(widths))
+    dtype = whole.dtype
+    name = f"{_NAME}.vectors_{sent.name}"
+    sent_counts = counts * widths[rank]
+    received_counts = counts[rank] * tf.constant(list(widths))
 
     @tf.custom_gradient
     def exchange(whole: tf.Tensor) -> Any:

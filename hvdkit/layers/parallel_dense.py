@@ -36,7 +36,9 @@ class _ParallelDense(ShardedLayer):
         super().__init__(**kwargs)
         self.units = integer("units", units, minimum=1)
         self.activation = keras.activations.get(activation)
-        self.use_bias, self.seed, self.axis = use_bias, seed, axis
+        self.use_bias = use_bias
+        self.seed = seed
+        self.axis = axis
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
         self.bias_initializer = keras.initializers.get(bias_initializer)
         if axis == cluster.DATA:
@@ -180,7 +182,8 @@ class RowParallelDense(_ParallelDense):
 
     def __init__(self, units: int, *, input_dim: int | None = None, input_is_parallel: bool = True, **kwargs: Any):
         super().__init__(units, **kwargs)
-        self.input_dim, self.input_is_parallel = input_dim, input_is_parallel
+        self.input_dim = input_dim
+        self.input_is_parallel = input_is_parallel
 
     def get_config(self) -> dict[str, Any]:
         """Return the layer's config for ``from_config``."""
@@ -189,7 +192,8 @@ class RowParallelDense(_ParallelDense):
 
     def build(self, input_shape: Any) -> None:
         """Create this rank's rows."""
-        group, columns = self._group, int(input_shape[-1])
+        group = self._group
+        columns = int(input_shape[-1])
         input_dim = columns if not self.input_is_parallel else self.input_dim or self._all_inputs(columns)
         rows = rows_of("div", input_dim, group.index, group.size)
         if self.input_is_parallel and len(rows) != columns:

@@ -47,7 +47,8 @@ def vocabulary_parallel_cross_entropy(labels: Any, logits: Any, vocabulary: int,
         (TensorShape([2]), 10.82)
     """
     group = cluster.group(axis)
-    logits, labels = tf.convert_to_tensor(logits), tf.convert_to_tensor(labels)
+    logits = tf.convert_to_tensor(logits)
+    labels = tf.convert_to_tensor(labels)
     columns = rows_of("div", integer("vocabulary", vocabulary, minimum=1), group.index, group.size)
     if logits.shape[-1] != len(columns):
         expected = f"{len(columns)} columns, this rank's of {vocabulary}"

@@ -59,7 +59,8 @@ class ShardedLayer(keras.layers.Layer):
         for name, part in parts.items():
             whole = store[name]
             if tuple(whole.shape) != tuple(part.shape):
-                got, expected = f"shape {list(whole.shape)} of {name!r}", f"{list(part.shape)}"
+                got = f"shape {list(whole.shape)} of {name!r}"
+                expected = f"{list(part.shape)}"
                 raise ValueError(describe(f"weights of {self.name!r}", got, expected, "load into the same model"))
             if isinstance(part, PieceState):
                 part.assign_local(whole[tuple(slice(i.start, i.stop, i.step) for i in part.local_index)])

@@ -64,7 +64,9 @@ class TableStore:
         self.outputs: dict[str, list[str]] = {}
         for output, (_, table) in self.lookups.items():
             self.outputs.setdefault(table.name, []).append(output)
-        self.out_of_range, self.wire, self.floats = out_of_range, wire, floats
+        self.out_of_range = out_of_range
+        self.wire = wire
+        self.floats = floats
         listed = [
             (t.name, t.input_dim, t.output_dim, t.dtype, t.evict or "", placements[t.name], t.optimizer_key)
             for t in tables
@@ -90,7 +92,8 @@ class TableStore:
         for part, rows in group.parts_on(rank):
             table_shape = (part.table.input_dim, part.table.output_dim)
             pieces.append(Piece(part.table.name, table_shape, (rows, part.columns), part.base, part.rule))
-        name, shape = f"embeddings_{number}", (group.rows[rank], group.width)
+        name = f"embeddings_{number}"
+        shape = (group.rows[rank], group.width)
         initialized = pieces if group.evicts is None else ()
         variable = self._add_weight(layer, name, shape, group.slices[0].table, initialized)
         set_holding(variable, Shard(variable.path.rpartition("/")[0], tuple(pieces), lookup=LastLookup()))
@@ -116,7 +119,8 @@ class TableStore:
             for piece in pieces:
                 mixed = np.random.SeedSequence([self._seed, zlib.crc32(piece.table.encode())])
                 seed = int(mixed.generate_state(1, np.uint64)[0])
-                initializer, (_, columns) = self.tables[piece.table].initializer, piece.box
+                initializer = self.tables[piece.table].initializer
+                _, columns = piece.box
                 for start, block in initial_blocks(initializer, piece.shape, table.dtype, seed, piece.index):
                     first = piece.start + start
                     yield (slice(first, first + len(block)), columns), block
@@ -216,7 +220,8 @@ class TableStore:
 
     def check_whole(self, name: str, full_array: npt.ArrayLike) -> np.ndarray:
         """Return ``full_array`` as an array. Raises ValueError if the table does not exist or has another shape."""
-        table, array = self._table(name), np.asarray(full_array)
+        table = self._table(name)
+        array = np.asarray(full_array)
         if array.shape != (table.input_dim, table.output_dim):
             expected = f"[{table.input_dim}, {table.output_dim}]"
             got = f"shape {list(array.shape)} for table {name!r}"

@@ -29,7 +29,8 @@ class VocabularyVariables:
     """
 
     def __init__(self, layer: Any, table: Table, rows: Any, seed: int):
-        self.table, self._rows = table, rows
+        self.table = table
+        self._rows = rows
         self._buckets = rows_of("div", table.buckets, cluster.rank(), cluster.size())
         shape = (table.input_dim, table.output_dim)
         self._first_rows = first_rows(table.initializer, shape, table.dtype, seed, table.name)
@@ -57,7 +58,8 @@ class VocabularyVariables:
         """Register all variables as shards, again if Keras has created the TensorFlow variables in the meantime."""
         shard = shard_of(self._rows)
         assert shard is not None
-        shape, index = (self.table.buckets, BUCKET), (self._buckets, range(BUCKET))
+        shape = (self.table.buckets, BUCKET)
+        index = (self._buckets, range(BUCKET))
         for name, variable in self._usage.items():
             piece = Piece(self.table.name, shape, index, 0, "bucket")
             set_holding(variable, Shard(shard.owner, (piece,), name))
@@ -82,7 +84,8 @@ class VocabularyVariables:
 
     def gather_ids(self) -> np.ndarray:
         """Return the id of each row of the entire table, ``[input_dim]``; ``NO_ID`` for free rows."""
-        size, shape = cluster.size(), (self.table.buckets, BUCKET)
+        size = cluster.size()
+        shape = (self.table.buckets, BUCKET)
         indices = [(rows_of("div", self.table.buckets, rank, size), range(BUCKET)) for rank in range(size)]
         whole = gather_parts(self._usage["ids"]._value, indices, shape, None, "hvdkit.ids")
         assert whole is not None

@@ -13,7 +13,8 @@ import time
 from functools import cache
 from typing import NamedTuple
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Stat(NamedTuple):

@@ -199,12 +199,14 @@ def combine(
     if not tf.executing_eagerly():  # eager calls are compared, and may fail on all ranks
         averaging = replace(averaging, model=model_number(placed.variables, averaging.group))
     if averaging.weight is not None:
-        factor, averaging = weight_factor(averaging), replace(averaging, op=ReduceOp.Sum, weight=None)
+        factor = weight_factor(averaging)
+        averaging = replace(averaging, op=ReduceOp.Sum, weight=None)
         placed = placed.map(lambda grad, kind: grad if kind == "overwritten" else _apply_weight(grad, factor))
     by_kind: defaultdict[Kind, list[Gradient]] = defaultdict(list)
     for grad, kind in zip(placed.grads, placed.kinds, strict=True):
         by_kind[kind].append(grad)
-    op, batch_group = checked_op(averaging.op), averaging.batch_group
+    op = checked_op(averaging.op)
+    batch_group = averaging.batch_group
     is_average = op == ReduceOp.Average
     row_divisor = cluster.size() if is_average else averaging.ranks_per_batch
     local_divisor = batch_group.size if is_average else 1
@@ -263,7 +265,8 @@ def zero_without_weight(grad: Gradient, factor: tf.Tensor) -> Gradient:
 
 def _combine_replicated(grads: list[Gradient], averaging: Averaging) -> list[Gradient]:
     """Combine gradients of replicated variables; tiny tables are sent with the dense gradients."""
-    op, group = checked_op(averaging.op), averaging.group
+    op = checked_op(averaging.op)
+    group = averaging.group
     if op in (ReduceOp.Min, ReduceOp.Max):
         return _reduce(grads, op, averaging.name, group)
     results = dict(enumerate(map(sparse.sum_duplicates, grads)))
@@ -287,14 +290,16 @@ def _combine_replicated(grads: list[Gradient], averaging: Averaging) -> list[Gra
 
 def _check(placed: PlacedGradients, averaging: Averaging) -> None:
     wires.wire_dtype(averaging.compression)
-    op, rows = checked_op(averaging.op), any(isinstance(g, tf.IndexedSlices) for g in placed.grads)
+    op = checked_op(averaging.op)
+    rows = any(isinstance(g, tf.IndexedSlices) for g in placed.grads)
     has_options = averaging.weight is not None or averaging.compression
     is_plain = not (rows or has_options) and set(placed.kinds) <= {"replicated", "part"}
     if op in (ReduceOp.Min, ReduceOp.Max) and not is_plain:
         expected = "Average or Sum with sparse gradients, sharded or local variables, weight or compression"
         raise ValueError(describe("op", op.name, expected, "use hk.Sum"))
     if averaging.group is not None and {"rows", "part"} & set(placed.kinds):
-        got, expected = f"ranks {list(averaging.group.ranks)}", "all ranks with gradients of sharded variables"
+        got = f"ranks {list(averaging.group.ranks)}"
+        expected = "all ranks with gradients of sharded variables"
         raise ValueError(describe("process_set", got, expected, "leave it out, or use variables that are not sharded"))
     if averaging.weight is None:
         return
@@ -327,7 +332,8 @@ def _call(placed: PlacedGradients | None, averaging: Averaging, problem: Excepti
         describe_group(averaging.group),
     ]
     shown = ", ".join(filter(None, options))
-    dtypes, shapes = tuple(d[0] for d in signatures), tuple(d[1] for d in signatures)
+    dtypes = tuple(d[0] for d in signatures)
+    shapes = tuple(d[1] for d in signatures)
     return Call(f"average_gradients({shown})", dtypes=dtypes, shapes=shapes, problem=problem)
 
 

@@ -179,7 +179,8 @@ def _rebuild(optimizer: Any, copy: Any, skipped: list[str], begins_to_accumulate
         missing = [name for name in skipped if not hasattr(copy, name)]
         if missing:
             raise AttributeError(f"build() does not create the variables in {missing[0]!r}")
-        new_slots, old_slots = copy.variables, optimizer.variables
+        new_slots = copy.variables
+        old_slots = optimizer.variables
         if begins_to_accumulate:
             sums = {id(v) for v in copy._accumulated_gradients}
             new_slots = [v for v in new_slots if id(v) not in sums]

@@ -177,7 +177,8 @@ def _wrap(optimizer: Any, reduction: Reduction) -> Any:
     if isinstance(optimizer, LossScale):
         return _wrap_loss_scale(optimizer, reduction)
     if isinstance(optimizer, _Multi) and reduction.accumulate_steps > 1:
-        expected, remedy = "1 with a MultiOptimizer", "set gradient_accumulation_steps on its inner optimizers"
+        expected = "1 with a MultiOptimizer"
+        remedy = "set gradient_accumulation_steps on its inner optimizers"
         raise ValueError(describe("accumulate_steps", reduction.accumulate_steps, expected, remedy))
     cls = subclass(ShardedStateMixin if reduction.shard_states else CombiningMixin, type(optimizer))
     steps = reduction.accumulate_steps if reduction.accumulate_steps > 1 else None
@@ -203,7 +204,8 @@ def _has_marked_slots(optimizer: Any) -> bool:
 
 def _check_optimizer(optimizer: Any) -> None:
     if isinstance(optimizer, DistributedMixin):
-        expected, remedy = "a plain Keras optimizer", "wrap it once, so that gradients are combined once"
+        expected = "a plain Keras optimizer"
+        remedy = "wrap it once, so that gradients are combined once"
         raise TypeError(describe("optimizer", "a DistributedOptimizer", expected, remedy))
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         got = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
@@ -219,7 +221,8 @@ def _check_shardable_state(optimizer: Any) -> None:
     if not optimizer.built or cluster.size() == 1:
         return
     if any(is_local(v) for v in optimizer._trainable_variables):
-        got, expected = "a built optimizer of local variables", "one that is not built, with shard_states=True"
+        got = "a built optimizer of local variables"
+        expected = "one that is not built, with shard_states=True"
         raise ValueError(describe("optimizer", got, expected, "wrap it before it is built"))
     compare_variables(optimizer.variables)
 

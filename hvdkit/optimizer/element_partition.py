@@ -91,7 +91,8 @@ class ElementPartition:
         self.release()
 
     def _target_of(self, index: int) -> Any:
-        variable, shard = self.variables[index], self._shards.get(index)
+        variable = self.variables[index]
+        shard = self._shards.get(index)
         if shard is None or len(shard.elements) == math.prod(shard.shape):
             return variable
         with tf.device(_inner(variable).device):

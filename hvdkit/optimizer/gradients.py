@@ -156,7 +156,9 @@ def _rows(name: str, grad: tf.IndexedSlices, variable: Any, dtype: tf.DType | No
 
 def _check_rows(name: str, grad: tf.IndexedSlices) -> None:
     """Raise if the parts of ``grad`` are inconsistent, or a known index is out of range."""
-    indices, values, shape = grad.indices, grad.values, sparse.dense_shape(grad)
+    indices = grad.indices
+    values = grad.values
+    shape = sparse.dense_shape(grad)
     if indices.dtype not in (tf.int32, tf.int64):
         raise TypeError(describe(f"{name}.indices", indices.dtype.name, "int32 or int64", "pass row numbers"))
     if not indices.shape.is_compatible_with([None]):
@@ -171,7 +173,8 @@ def _check_rows(name: str, grad: tf.IndexedSlices) -> None:
     if not shape or not tf.executing_eagerly() or is_symbolic(indices) or not indices.shape.num_elements():
         return
     rows = indices.numpy()
-    lowest, highest = int(rows.min()), int(rows.max())
+    lowest = int(rows.min())
+    highest = int(rows.max())
     if lowest < 0 or highest >= shape[0]:
         got = f"{lowest if lowest < 0 else highest}"
         raise ValueError(describe(f"{name}.indices", got, f"rows 0 to {shape[0] - 1}", "pass rows of the variable"))

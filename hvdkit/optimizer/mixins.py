@@ -142,7 +142,8 @@ class CombiningMixin(DistributedMixin):
         check_table_options(reduction.accumulate_steps, reduction.shard_states)
         with tf.init_scope():  # Keras builds inside the training step's graph, which cannot read the learning rate
             copy = copy_of(optimizer, subclass(CombiningMixin, type(optimizer)))
-        copy._hvdkit, copy._hvdkit_is_for_table = replace(reduction, combines=False, clip_global_norm=None), True
+        copy._hvdkit = replace(reduction, combines=False, clip_global_norm=None)
+        copy._hvdkit_is_for_table = True
         copy.loss_scale_factor = self.loss_scale_factor  # type: ignore[attr-defined]
         return copy
 
@@ -193,7 +194,8 @@ class CombiningMixin(DistributedMixin):
             super().load_own_variables(store)  # type: ignore[misc]
             return
         for number, variable in enumerate(self.variables):
-            whole, parts = store[str(number)], piece_states(variable)
+            whole = store[str(number)]
+            parts = piece_states(variable)
             if not parts:
                 variable.assign(whole)
                 continue
@@ -252,7 +254,8 @@ class CombiningMixin(DistributedMixin):
 
     def _hvdkit_update(self, placed: PlacedGradients) -> Any:
         """Update the variables, using a table's own optimizer if it has one."""
-        grads, variables = placed.grads, placed.variables
+        grads = placed.grads
+        variables = placed.variables
         if self._hvdkit_tables is not None:
             grads, variables = self._hvdkit_tables.apply(grads, variables)
             if not grads:  # Keras would not count the step
@@ -358,7 +361,8 @@ def prepare_gradients(optimizer: Any, grads: Any, trainable_variables: Any) -> P
 
 
 def _too_late(name: str) -> str:
-    got, expected = f"{name}, made local after the optimizer was built", "local variables that it was built with"
+    got = f"{name}, made local after the optimizer was built"
+    expected = "local variables that it was built with"
     return describe("variables", got, expected, "call hk.register_local_variables before the optimizer's first step")
 
 
@@ -370,7 +374,8 @@ def check_inner(optimizer: Any) -> None:
     """Raise TypeError if an inner optimizer is distributed."""
     inner = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())]
     if any(isinstance(part, DistributedMixin) for part in inner) and not isinstance(optimizer, LossScaleMixin):
-        got, expected = f"{type(optimizer).__name__} of a DistributedOptimizer", "plain Keras optimizers inside"
+        got = f"{type(optimizer).__name__} of a DistributedOptimizer"
+        expected = "plain Keras optimizers inside"
         raise TypeError(
             describe(
                 "optimizer", got, expected, "wrap only the outermost optimizer, so that gradients are combined once"
@@ -390,7 +395,8 @@ def _check_overwritten(optimizer: Any, variables: Sequence[Any]) -> None:
         return
     for variable in variables:
         if getattr(variable, "overwrite_with_gradient", False):
-            got, expected = f"{variable_name(variable)} (overwrite_with_gradient)", "variables that gradients update"
+            got = f"{variable_name(variable)} (overwrite_with_gradient)"
+            expected = "variables that gradients update"
             raise ValueError(describe("variables", got, expected, "use accumulate_steps=1 with float8 layers"))
 
 

@@ -95,7 +95,8 @@ class FitMonitor:
     """
 
     def __init__(self, model: Any, group: cluster.Group | None) -> None:
-        self._model, self._group = weakref.ref(model), group
+        self._model = weakref.ref(model)
+        self._group = group
         self.optimizers: list[Any] = []
         self.evaluated: list[bytes | None] = []
         self._warned: set[str] = set()
@@ -153,7 +154,8 @@ class FitMonitor:
             CollectiveMismatchError: the number of steps differs between ranks, or several ranks write the same files;
                 or the weights differ, in eager mode or with ``process_set``.
         """
-        model, callbacks = self._model(), fit_locals.get("callbacks")
+        model = self._model()
+        callbacks = fit_locals.get("callbacks")
         assert model is not None
         params = getattr(callbacks, "params", None) or {}
         with tf.init_scope():
@@ -262,7 +264,8 @@ class _RankComparison(keras.callbacks.Callback):
 
     def __init__(self, monitor: FitMonitor, group: cluster.Group | None) -> None:
         super().__init__()
-        self._monitor, self._group = monitor, group
+        self._monitor = monitor
+        self._group = group
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Raise if the decisions of ranks differ; warn if their logs differ or their first batches are equal.
@@ -272,7 +275,8 @@ class _RankComparison(keras.callbacks.Callback):
         """
         known = {name: float(value) for name, value in (logs or {}).items() if np.ndim(value) == 0}
         batch = int(self._monitor.batch)
-        exchange, model = cluster.exchange(self._group), self.model
+        exchange = cluster.exchange(self._group)
+        model = self.model
         ranks = gather(
             exchange,
             "the end of an epoch",

@@ -100,7 +100,8 @@ def _adagrad(optimizer: Any, variable: tf.Variable, grad: tf.IndexedSlices, rate
 
 def _adam(optimizer: Any, variable: tf.Variable, grad: tf.IndexedSlices, rate: tf.Tensor) -> None:
     """m += (1 - b1)(g - m);  v += (1 - b2)(g^2 - v);  w -= lr sqrt(1 - b2^t) / (1 - b1^t) m / (sqrt(v) + eps)."""
-    dtype, g = variable.dtype, grad.values
+    dtype = variable.dtype
+    g = grad.values
     t = tf.cast(optimizer.iterations + 1, dtype)
     decay = [tf.pow(tf.cast(beta, dtype), t) for beta in (optimizer.beta_1, optimizer.beta_2)]
     alpha = rate * tf.sqrt(1 - decay[1]) / (1 - decay[0])
@@ -116,7 +117,8 @@ def _adam(optimizer: Any, variable: tf.Variable, grad: tf.IndexedSlices, rate: t
 
 def _rmsprop(optimizer: Any, variable: tf.Variable, grad: tf.IndexedSlices, rate: tf.Tensor) -> None:
     """v = rho v + (1 - rho) g^2;  w -= lr g / sqrt(v + eps);  centered: v minus the square of the mean gradient."""
-    g, rho = grad.values, optimizer.rho
+    g = grad.values
+    rho = optimizer.rho
     v = _SlotRows(optimizer._velocities, optimizer, variable, grad.indices)
     spread = v.set(rho * v.values + (1 - rho) * tf.square(g))
     if optimizer.centered:
@@ -135,7 +137,8 @@ def _ftrl(optimizer: Any, variable: tf.Variable, grad: tf.IndexedSlices, rate: t
     z += g' - (a'^-p - a^-p) / lr w  with  a' = a + g^2  and  g' = g + 2 shrinkage w;
     w = (clip(z, -l1, l1) - z) / (a'^-p / lr + 2 l2).
     """
-    power, l1 = -optimizer.learning_rate_power, optimizer.l1_regularization_strength
+    power = -optimizer.learning_rate_power
+    l1 = optimizer.l1_regularization_strength
     l2 = optimizer.l2_regularization_strength + optimizer.beta / (2.0 * rate)
     a = _SlotRows(optimizer._accumulators, optimizer, variable, grad.indices)
     z = _SlotRows(optimizer._linears, optimizer, variable, grad.indices)
@@ -188,7 +191,8 @@ ELEMENTWISE = {
 
 def update_rows(rule: Rule, optimizer: Any, variable: tf.Variable, shard: Shard, gradient: Any, rate: Any) -> None:
     """Update the rows of ``variable`` (which holds ``shard``) that are in ``gradient``, using ``rule``."""
-    rate, read_rows = tf.cast(rate, variable.dtype), None if shard.lookup is None else shard.lookup.pop()
+    rate = tf.cast(rate, variable.dtype)
+    read_rows = None if shard.lookup is None else shard.lookup.pop()
 
     def update_at_once() -> None:
         rows = gradient
@@ -204,9 +208,11 @@ def update_rows(rule: Rule, optimizer: Any, variable: tf.Variable, shard: Shard,
 
     def update_rank_by_rank() -> None:
         # Plain SGD is linear: applying rank after rank equals applying the sum, so don't compute the sum.
-        values, step_size = gradient.values, rate
+        values = gradient.values
+        step_size = rate
         if isinstance(gradient, DividedRows):
-            values, step_size = gradient.undivided, rate / gradient.divisor
+            values = gradient.undivided
+            step_size = rate / gradient.divisor
         for ids, part in split_by_rank(values, read_rows):
             rule(optimizer, variable, tf.IndexedSlices(tf.cast(part, variable.dtype), ids), step_size)
 

@@ -24,7 +24,8 @@ def initialize_slot(slot: Any, initializer: Any) -> None:
     """
     with tf.init_scope():
         value = initial_value(slot, initializer)
-        rows, width = slot.shape[0], max(1, math.prod(slot.shape[1:]))
+        rows = slot.shape[0]
+        width = max(1, math.prod(slot.shape[1:]))
         if not rows or not float(value):
             return
         rows_per_block = max(1, _BLOCK_NUMBERS // width)
@@ -63,7 +64,8 @@ def reset_reassigned_rows(grads: Sequence[Any], variables: Sequence[Any], *, all
         shard = shard_of(variable)
         if gradient is None or shard is None or shard.usage is None:
             continue
-        rows, inner = pop_new_rows(shard.usage, gradient, all_rows), getattr(variable, "_value", variable)
+        rows = pop_new_rows(shard.usage, gradient, all_rows)
+        inner = getattr(variable, "_value", variable)
         for name, slot_ref, initializer in _SLOTS.get(inner) or ():
             if (slot := slot_ref()) is None:  # of an optimizer that was freed
                 continue

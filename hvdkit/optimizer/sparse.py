@@ -37,7 +37,8 @@ class DividedRows(tf.IndexedSlices):
 
     def __init__(self, rows: tf.IndexedSlices, divisor: int):
         super().__init__(rows.values / divisor, rows.indices, rows.dense_shape)
-        self.undivided, self.divisor = rows.values, divisor
+        self.undivided = rows.values
+        self.divisor = divisor
 
 
 def sum_duplicates(grad: Any) -> Any:
@@ -99,7 +100,8 @@ def _combine_one(
     group: cluster.Group | None,
 ) -> tf.IndexedSlices:
     shape = dense_shape(grad)
-    dtype, indices_dtype = grad.values.dtype, grad.indices.dtype
+    dtype = grad.values.dtype
+    indices_dtype = grad.indices.dtype
     sent = dtype_on_wire(dtype, wire)
     size = cluster.size() if group is None else group.size
 

@@ -117,7 +117,9 @@ class DistributedGradientTape:
                 register_local_variables(layer)
         variables = tf.nest.flatten(sources)
         check_coupled(variables)
-        averaging, factor, gradient_of = self._averaging, None, self._tape.gradient
+        averaging = self._averaging
+        factor = None
+        gradient_of = self._tape.gradient
         if averaging.weight is not None and (was_coupled() or any(kind_of(v) in ("rows", "part") for v in variables)):
             # Weight the loss instead of its gradients: some are exchanged during the backward pass.
             agree_on(lambda: place_gradients([]), averaging)  # check the weight before it is exchanged

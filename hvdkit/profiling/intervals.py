@@ -36,9 +36,12 @@ def intersection(a: Intervals, b: Intervals) -> Intervals:
         >>> intersection([(0, 3), (5, 7)], [(2, 6)])
         [(2, 3), (5, 6)]
     """
-    result, i, j = [], 0, 0
+    result = []
+    i = 0
+    j = 0
     while i < len(a) and j < len(b):
-        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        start = max(a[i][0], b[j][0])
+        end = min(a[i][1], b[j][1])
         if start < end:
             result.append((start, end))
         if a[i][1] < b[j][1]:

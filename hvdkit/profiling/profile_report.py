@@ -77,7 +77,8 @@ def mean_rows(ranks: Sequence[RankParts]) -> list[Row]:
 def _row(rank: RankParts, ranks: Sequence[RankParts]) -> Row:
     count = sum(step.steps for step in rank.steps)
     per_step = 1e6 * count  # from the total in nanoseconds to the mean in milliseconds
-    start, end = rank.steps[0].start, rank.steps[-1].end
+    start = rank.steps[0].start
+    end = rank.steps[-1].end
     waits = [total(clip(union(other.waits_for.get(rank.rank, [])), start, end)) for other in ranks]
     return Row(
         rank=rank.rank,

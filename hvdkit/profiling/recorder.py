@@ -114,7 +114,8 @@ class Recorder:
     def _is_source(self, source: str, priority: int, step: int) -> bool:
         """Return whether ``source`` counts the steps; a source with higher priority restarts the count."""
         if priority > self._source[1]:
-            self._source, self._steps_before = (source, priority), None
+            self._source = (source, priority)
+            self._steps_before = None
             if self._recording:  # continue recording with the new count
                 self._steps_before = step - self._settings.first + 1
                 self._profile.marks = [StepEnd(step, time.monotonic_ns())]
@@ -126,7 +127,8 @@ class Recorder:
         """Count a step. After a failure counting continues, so that all ranks finish at the same step."""
         if self._steps_before is None:
             self._steps_before = step - 1
-        done, marks = step - self._steps_before, self._profile.marks
+        done = step - self._steps_before
+        marks = self._profile.marks
         # Start the profiler one step early: its startup takes time, which differs between ranks.
         if not self._recording and done >= self._settings.first - 2:
             self._recording = True

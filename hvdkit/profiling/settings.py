@@ -11,7 +11,8 @@ from hvdkit.errors import describe
 
 VARIABLE = "HVDKIT_PROFILE"
 TIMELINE = "HVDKIT_PROFILE_TIMELINE"
-FIRST, LAST = 10, 20
+FIRST = 10
+LAST = 20
 _FORMAT = re.compile(r"(?P<folder>.+?)(:(?P<first>\d+)-(?P<last>\d+))?")
 
 
@@ -49,7 +50,8 @@ class ProfileSettings:
             return None
         match = _FORMAT.fullmatch(text)
         assert match is not None
-        first, last = match["first"] or FIRST, match["last"] or LAST
+        first = match["first"] or FIRST
+        last = match["last"] or LAST
         try:
             return cls(Path(match["folder"]), int(first), int(last), environment.get(TIMELINE) == "1")
         except ValueError as error:

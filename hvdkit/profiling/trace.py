@@ -15,9 +15,15 @@ from hvdkit.profiling.rank_profile import RankProfile
 from hvdkit.profiling.step_parts import PARTS, RankParts
 
 # Numbers of the tracks. From TRAINING on, each is the first of several.
-STEPS, STEP_PARTS, TRAINING, EXCHANGES, THREADS, TENSORS = 1, 2, 3, 10, 100, 1000
+STEPS = 1
+STEP_PARTS = 2
+TRAINING = 3
+EXCHANGES = 10
+THREADS = 100
+TENSORS = 1000
 # Shorter parts and ops are not drawn; of the ops, the MOST_OPS longest are drawn.
-SHORTEST_NS, MOST_OPS = 5_000, 60_000
+SHORTEST_NS = 5_000
+MOST_OPS = 60_000
 _COLORS = {
     "compute": "thread_state_running",
     "exchange": "thread_state_iowait",
@@ -65,7 +71,8 @@ class _RankEvents:
 
     def __init__(self, rank: int, zero: int) -> None:
         self.events: list[dict[str, Any]] = []
-        self._rank, self._zero = rank, zero
+        self._rank = rank
+        self._zero = zero
         self._tracks: set[int] = set()
 
     def process(self, name: str) -> None:
@@ -101,8 +108,11 @@ def _draw_parts(drawn: _RankEvents, parts: RankParts) -> None:
 
 def _draw_collectives(drawn: _RankEvents, parts: RankParts) -> None:
     for lane, collective in _lanes((c.local.start, c.local.end, c) for c in parts.collectives):
-        track, shown = EXCHANGES + lane, "exchanges" if lane == 0 else f"exchanges, {lane + 1}"
-        local, entry, last_rank = collective.local, collective.last_entry, collective.last_rank
+        track = EXCHANGES + lane
+        shown = "exchanges" if lane == 0 else f"exchanges, {lane + 1}"
+        local = collective.local
+        entry = collective.last_entry
+        last_rank = collective.last_rank
         if entry > local.start:
             waits_for = {"waits for rank": last_rank} if last_rank != parts.rank else {}
             drawn.slice(track, shown, f"wait: {local.name}", (local.start, entry), cat="wait", args=waits_for)

@@ -22,7 +22,8 @@ from hvdkit.profiling.rank_profile import Span, TimedCollective
 CLOCK = "hvdkit.clock"
 _OP = re.compile(r"(?P<name>[\w./\-<>+]+):(?P<kind>_?[A-Z]\w*)")
 _EAGER = re.compile(r"EagerLocalExecute: (?P<kind>[A-Z]\w*)")
-_START, _DONE = "ExecutorState::ProcessAsync::Start", "ExecutorState::ProcessAsync::Done"
+_START = "ExecutorState::ProcessAsync::Start"
+_DONE = "ExecutorState::ProcessAsync::Done"
 # Events that enclose the ops of tf.data.
 _PIPELINE = ("Iterator::", "InstantiatedCapturedFunction::")
 _NEXT = ("IteratorGetNext", "OptionalIteratorGetNext", "MultiDeviceIteratorGetNext")

@@ -49,7 +49,8 @@ def first_rows(
     Raises:
         ValueError: the initializer is of another kind.
     """
-    generator, width = resolve_initializer(initializer, shape, dtype, seed), shape[1]
+    generator = resolve_initializer(initializer, shape, dtype, seed)
+    width = shape[1]
     if isinstance(generator, Constant):
         return lambda ids: tf.fill([tf.size(ids), width], tf.constant(generator.value, dtype))
     if not isinstance(generator, Distribution):

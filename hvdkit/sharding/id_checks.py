@@ -71,9 +71,11 @@ def range_check(ids: tf.Tensor | None, rows: int, where: str, remedy: str = "che
 
 def weights_check(weights: tf.Tensor | None, matches: tf.Tensor | None, where: str) -> Check:
     """Return the check of ``matches`` (bool): weights and ids have the same structure; None: nothing to check."""
-    values, invalid = None, None
+    values = None
+    invalid = None
     if weights is not None:
-        values, invalid = tf.size(weights)[None], tf.logical_not(matches)[None]
+        values = tf.size(weights)[None]
+        invalid = tf.logical_not(matches)[None]
     return Check(
         values, invalid, "weights", where, "one for each id, at the same positions", "give both the same shape"
     )
@@ -144,10 +146,12 @@ def raise_everywhere(codes: tf.Tensor, fault: Fault) -> list[tf.Operation]:
 
 def _graph_message(codes: tf.Tensor, fault: Fault) -> tf.Tensor:
     rank = tf.argmax(codes[:, 0] > 0, output_type=tf.int32)
-    number, value = codes[rank, 0] - 1, tf.bitcast(codes[rank, 1:], tf.int64)
+    number = codes[rank, 0] - 1
+    value = tf.bitcast(codes[rank, 1:], tf.int64)
     # TensorFlow would escape quotes with backslashes.
     texts = [tf.gather([text.replace("'", "") for text in column], number) for column in zip(*fault.texts, strict=True)]
-    value, on = tf.strings.as_string(value), tf.strings.as_string(rank)
+    value = tf.strings.as_string(value)
+    on = tf.strings.as_string(rank)
     what, where, expected, remedy = texts
     return tf.strings.join(
         [what, ": got ", value, " in ", where, " on rank ", on, ", expected ", expected, "; ", remedy]

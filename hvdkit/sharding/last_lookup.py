@@ -42,7 +42,9 @@ class LastLookup:
 
     def pop(self) -> RowsByRank | None:
         """Remove the rows; return them if they were recorded in the caller's context: eager mode, or the same graph."""
-        rows, self._rows = self._rows, None  # do not keep their graph in memory
+        # do not keep their graph in memory
+        rows = self._rows
+        self._rows = None
         if rows is None or tf.executing_eagerly() != hasattr(rows.ids, "numpy"):
             return None
         same = tf.executing_eagerly() or rows.ids.graph is tf.compat.v1.get_default_graph()

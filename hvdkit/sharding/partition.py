@@ -72,7 +72,8 @@ def flat_ranges(counts: Sequence[int], rank: int, size: int) -> list[range]:
         [[range(0, 3), range(0, 1)], [range(0, 0), range(1, 4)]]
     """
     shard_size = flat_shard_size(sum(counts), size)
-    ranges, offset = [], 0
+    ranges = []
+    offset = 0
     for count in counts:
         start, stop = (min(max(edge - offset, 0), count) for edge in (rank * shard_size, (rank + 1) * shard_size))
         ranges.append(range(start, stop) if start < stop else range(0))
@@ -92,7 +93,8 @@ def boxes_of(shape: Sequence[int], elements: range) -> list[tuple[range, ...]]:
     if not shape:
         return [()]
     width = math.prod(shape[1:])
-    (top, left), (bottom, right) = divmod(elements.start, width), divmod(elements.stop, width)
+    top, left = divmod(elements.start, width)
+    bottom, right = divmod(elements.stop, width)
     if top == bottom or (top + 1 == bottom and right == 0):  # within one row
         inner = range(left, left + len(elements))
         return [(range(top, top + 1), *box) for box in boxes_of(shape[1:], inner)]
@@ -130,7 +132,8 @@ def positions(part: range, whole: range) -> slice:
     """
     if not part:
         return slice(0, 0, 1)
-    first, last = whole.index(part[0]), whole.index(part[-1])
+    first = whole.index(part[0])
+    last = whole.index(part[-1])
     return slice(first, last + 1, max(1, (last - first) // max(1, len(part) - 1)))
 
 
@@ -174,7 +177,8 @@ def local_row(partition: str, ids: np.ndarray, rows: int, size: int) -> np.ndarr
         >>> local_row("div", np.arange(5), 5, 2), local_row("mod", np.arange(5), 5, 2)
         (array([0, 1, 2, 0, 1]), array([0, 0, 1, 1, 2]))
     """
-    ranks, ids = owner(partition, ids, rows, size), np.asarray(ids)
+    ranks = owner(partition, ids, rows, size)
+    ids = np.asarray(ids)
     if partition == "mod":
         return ids // size
     base_count, remainder = divmod(rows, size)

@@ -179,7 +179,8 @@ class PartitionedVariable:
                 raise ValueError(describe("root", root, f"a rank, 0 to {cluster.size() - 1}", "pass one"))
 
         exchange_payloads(f"PartitionedVariable({self.name!r}).gather(root={root})", check)
-        size, others = cluster.size(), tuple(map(range, self.shape[1:]))
+        size = cluster.size()
+        others = tuple(map(range, self.shape[1:]))
         indices = [(rows_of(self.partition, self.shape[0], rank, size), *others) for rank in range(size)]
         return gather_parts(self.local, indices, self.shape, root, "hvdkit.gather")
 
@@ -258,7 +259,8 @@ class PartitionedVariable:
         self, ids: npt.ArrayLike | tf.Tensor, rows: npt.ArrayLike | tf.Tensor
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return ids ``[k]`` and rows ``[k, *shape[1:]]`` as arrays, or raise."""
-        ids, rows = np.asarray(ids), np.asarray(rows, self.dtype.as_numpy_dtype)
+        ids = np.asarray(ids)
+        rows = np.asarray(rows, self.dtype.as_numpy_dtype)
         if not ids.size and not rows.size:
             return np.zeros(0, np.int64), np.zeros((0, *self.shape[1:]), rows.dtype)
         if ids.dtype.kind not in "iu" or ids.ndim != 1:
@@ -272,7 +274,8 @@ class PartitionedVariable:
 
     def _scatter(self, ids: np.ndarray, rows: np.ndarray) -> None:
         """Send rows to their owners, who write them."""
-        total, size = self.shape[0], cluster.size()
+        total = self.shape[0]
+        size = cluster.size()
         owners = owner(self.partition, ids, total, size)
         order = np.argsort(owners, kind="stable")
         splits = np.bincount(owners, minlength=size).astype(np.int32)
@@ -323,7 +326,8 @@ def gather_parts(
     """
     if tf.inside_function():
         raise HvdkitError("gather: called inside tf.function; call it outside, it returns an array")
-    size, flat = cluster.size(), tf.reshape(tf.convert_to_tensor(local), [-1])
+    size = cluster.size()
+    flat = tf.reshape(tf.convert_to_tensor(local), [-1])
     if size > 1 and root is None:
         flat = tensors.allgather(flat, name)
     elif size > 1:
@@ -331,7 +335,9 @@ def gather_parts(
         flat = tensors.alltoall(flat, tf.constant(splits, tf.int32), name)[0]
         if cluster.rank() != root:
             return None
-    received, result, start = flat.numpy(), np.empty(shape, flat.dtype.as_numpy_dtype), 0
+    received = flat.numpy()
+    result = np.empty(shape, flat.dtype.as_numpy_dtype)
+    start = 0
     for index in indices:
         extents = [len(axis) for axis in index]
         end = start + int(np.prod(extents))

@@ -140,7 +140,8 @@ def plan_tables(
            0  1.2 GiB  1.2 GiB    2.0 MiB   2.0 MiB  2.4 GiB
            1  1.2 GiB  1.2 GiB    2.0 MiB   2.0 MiB  2.4 GiB
     """
-    table_tuple, size = check_tables(tables), integer("size", size, minimum=1)
+    table_tuple = check_tables(tables)
+    size = integer("size", size, minimum=1)
     batch = integer("batch_size", batch_size, minimum=1) * integer("ids_per_example", ids_per_example, minimum=1)
     if optimizer not in SLOTS:
         raise ValueError(describe("optimizer", optimizer, f"one of {sorted(SLOTS)}", "pass its name"))
@@ -169,7 +170,8 @@ def _choose_placement(table: Table, replicated_bytes: int, min_rows: int) -> str
 
 
 def _checked_placements(placements: Mapping[str, str], tables: Sequence[Table]) -> Mapping[str, str]:
-    names, evicting = [table.name for table in tables], [table.name for table in tables if table.evict]
+    names = [table.name for table in tables]
+    evicting = [table.name for table in tables if table.evict]
     for name, placement in placements.items():
         if name not in names:
             raise ValueError(describe("placements", f"table {name!r}", f"one of {names}", "check its name"))
@@ -185,9 +187,11 @@ def _count(layout: Layout, optimizer: str, batch: int) -> tuple[RankBytes, ...]:
     totals = []
     for rank in range(layout.size):
         parts = [(t.bytes, 0, SLOTS[_slot_kind(t.optimizer, optimizer)], t.host) for t in layout.replicated]
-        gradients, exchange = sum(t.bytes for t in layout.replicated), 0
+        gradients = sum(t.bytes for t in layout.replicated)
+        exchange = 0
         for group in layout.groups:
-            row, kind = group.width * DTYPES[group.dtype], _slot_kind(group.optimizer, optimizer)
+            row = group.width * DTYPES[group.dtype]
+            kind = _slot_kind(group.optimizer, optimizer)
             extra = _EVICTING_BYTES * group.rows[rank] * (group.evicts is not None)
             parts.append((group.rows[rank] * row, extra, SLOTS[kind], group.host))
             for table_slice in group.slices:

@@ -185,7 +185,8 @@ class _SortedRequests:
         numbers = [len(parts) for parts in keys]
         uniques = [tf.unique(k) for parts in keys for k in parts]
         sizes = tf.stack([tf.size(unique_ids) for unique_ids, _ in uniques])
-        routes, start = [], 0
+        routes = []
+        start = 0
         for source, number in zip(sources, numbers, strict=True):
             routes.append(source.route(concat([d for d, _ in uniques[start : start + number]]), size))
             start += number
@@ -211,7 +212,9 @@ def _exchange_ids(requests: _SortedRequests, fault: Fault) -> tuple[list[tf.Tens
 
     A message is a header (the fault's code, and the number of rows of each variable) followed by the ids.
     """
-    size, variables, dtype = cluster.size(), len(requests.blocks), requests.blocks[0][0][0].dtype
+    size = cluster.size()
+    variables = len(requests.blocks)
+    dtype = requests.blocks[0][0][0].dtype
     header = tf.cast(tf.concat([tf.tile(fault.code[None], [size, 1]), requests.by_variable], 1), dtype)
     length = FAULT_CODE_LENGTH + variables
     message = []
@@ -283,7 +286,8 @@ def _exchange_dtype(
     outgoing: list[tuple[tf.Tensor, tf.Tensor]], incoming: list[tuple[tf.TensorShape, tf.Tensor]], name: str
 ) -> list[tf.Tensor]:
     """Exchange rows of one dtype; rows of different widths are sent as one flat tensor."""
-    size, flat = cluster.size(), len({tuple(shape) for shape, _ in incoming}) > 1
+    size = cluster.size()
+    flat = len({tuple(shape) for shape, _ in incoming}) > 1
     units_received = [shape.num_elements() if flat else 1 for shape, _ in incoming]
     units_sent = [rows.shape[1:].num_elements() if flat else 1 for rows, _ in outgoing]
     pairs = zip(outgoing, units_sent, strict=True)

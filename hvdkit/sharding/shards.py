@@ -168,7 +168,9 @@ class FlatShardState:
 
     def __init__(self, variable: AnyVariable, shard: FlatShard):
         self._variable = getattr(variable, "_value", variable)
-        self.shape, self.dtype, self.local_index = shard.shape, self._variable.dtype, (shard.elements,)
+        self.shape = shard.shape
+        self.dtype = self._variable.dtype
+        self.local_index = (shard.elements,)
 
     @property
     def variable(self) -> tf.Variable | None:
@@ -188,7 +190,8 @@ class FlatShardState:
 
 def write_box(variable: tf.Variable, box: Sequence[slice], values: np.ndarray | tf.Tensor) -> None:
     """Write a part of ``variable`` in place; ``variable[box].assign`` would first read and copy it."""
-    begin, end = [axis.start for axis in box], [axis.stop for axis in box]
+    begin = [axis.start for axis in box]
+    end = [axis.stop for axis in box]
     value = tf.convert_to_tensor(values, variable.dtype)
     tf.raw_ops.ResourceStridedSliceAssign(
         ref=variable.handle, begin=begin, end=end, strides=[1] * len(begin), value=value
@@ -212,7 +215,9 @@ class PieceState:
         self._box = piece.box
         self.table = piece.table
         self.name = "/".join(filter(None, (shard.owner, piece.table, shard.slot)))
-        self.shape, self.dtype, self.partition = piece.shape, self._variable.dtype, piece.partition
+        self.shape = piece.shape
+        self.dtype = self._variable.dtype
+        self.partition = piece.partition
         self.local_index = piece.index
         # Ranks along the mesh's other axes hold the same part: one of them writes it.
         self.is_writer = shard.axis is None or cluster.rank() == min(_ranks_with_same_part(shard.axis))
@@ -245,7 +250,8 @@ class PieceState:
 
 def _ranks_with_same_part(axis: str) -> list[int]:
     """Return the ranks that hold the same part as this rank if tables are sharded along ``axis``."""
-    mesh, local = cluster.cluster().mesh, cluster.group(axis).index
+    mesh = cluster.cluster().mesh
+    local = cluster.group(axis).index
     return [rank for rank in range(cluster.size()) if coordinates(rank, mesh).get(axis, 0) == local]
 
 

@@ -107,11 +107,13 @@ class Vocabulary:
         bucket = bucket_of(ids, self.total) - self.buckets.start
         real = ids != tf.constant(NO_ID, tf.int64)
         hits = tf.logical_and(self.usage.ids.sparse_read(bucket) == ids[:, None], real[:, None])
-        is_known, way = tf.reduce_any(hits, 1), tf.argmax(tf.cast(hits, tf.int8), 1)
+        is_known = tf.reduce_any(hits, 1)
+        way = tf.argmax(tf.cast(hits, tf.int8), 1)
         rows = tf.where(is_known, bucket * BUCKET + way, self._unused_row)
         if clock is None:
             return rows
-        now, floor = clock[0], tf.maximum(clock[1], clock[0] - _MAX_PENDING_LOOKUPS)
+        now = clock[0]
+        floor = tf.maximum(clock[1], clock[0] - _MAX_PENDING_LOOKUPS)
         self._record_use(tf.boolean_mask(tf.stack([bucket, way], 1), is_known), now)
         missing = tf.where(tf.logical_and(tf.logical_not(is_known), real))[:, 0]
         return tf.cond(tf.size(missing) > 0, lambda: self._admit(ids, bucket, rows, missing, now, floor), lambda: rows)
@@ -141,14 +143,16 @@ class Vocabulary:
         ways = tf.argsort(tf.where(busy, tf.int64.max, used), axis=1, stable=True)
         fits = order_in_bucket < BUCKET - tf.reduce_sum(tf.cast(busy, tf.int32), 1)
         way = tf.gather(ways, tf.minimum(order_in_bucket, BUCKET - 1), batch_dims=1)
-        new, bucket = tf.boolean_mask(new, fits), tf.boolean_mask(bucket, fits)
+        new = tf.boolean_mask(new, fits)
+        bucket = tf.boolean_mask(bucket, fits)
         cells = tf.stack([bucket, tf.cast(tf.boolean_mask(way, fits), tf.int64)], 1)
         self._assign_rows(cells, tf.gather(ids, new), now)
         return tf.tensor_scatter_nd_update(rows, new[:, None], cells[:, 0] * BUCKET + cells[:, 1])
 
     def _assign_rows(self, cells: tf.Tensor, ids: tf.Tensor, now: tf.Tensor) -> None:
         """Assign the rows at ``cells``, ``[n, 2]`` (bucket, way), to new ids, and initialize them."""
-        usage, first = self.usage, _STEPS if self.evict == "lfu" else 0
+        usage = self.usage
+        first = _STEPS if self.evict == "lfu" else 0
         usage.ids.scatter_nd_update(cells, ids)
         usage.used.scatter_nd_update(cells, tf.fill([tf.size(ids)], first + now))
         usage.fresh.scatter_nd_update(cells, tf.fill([tf.size(ids)], True))

@@ -105,7 +105,8 @@ class LogdirLock:
         try:
             current = self._path.stat()
         except FileNotFoundError:  # removed by hand
-            current, replacement = held, self._open_and_lock()
+            current = held
+            replacement = self._open_and_lock()
             os.close(self._file)
             self._file = replacement
         if (current.st_dev, current.st_ino) != (held.st_dev, held.st_ino):  # replaced by a copy or by another run
@@ -120,8 +121,10 @@ class LogdirLock:
 
     def release(self) -> None:
         """Release the lock. Does nothing if it is not held, or in a forked child of the holder."""
-        key, file = self._key, self._file
-        self._key, self._file = None, -1
+        key = self._key
+        file = self._file
+        self._key = None
+        self._file = -1
         if key is None:
             return
         _HELD.pop(key, None)
@@ -161,7 +164,8 @@ class LogdirLock:
 
     def _refusal(self, holder: dict[str, Any] | None, verb: str = "writes to") -> str:
         if holder is None:
-            description, stop = "another run, which has not identified itself", f"find it with: lslocks | grep {NAME}"
+            description = "another run, which has not identified itself"
+            stop = f"find it with: lslocks | grep {NAME}"
         else:
             shown = {name: printable(value)[:_SHOWN] for name, value in holder.items()}
             description = "pid {pid} on {host}, user {user}, since {since}: {command}".format(**shown)
@@ -217,7 +221,8 @@ def _close_all_in_child() -> None:
     """In a forked child: close the inherited descriptors, which would keep the locks."""
     for lock in _HELD.values():
         os.close(lock._file)
-        lock._key, lock._file = None, -1
+        lock._key = None
+        lock._file = -1
     _HELD.clear()
 
 

@@ -80,7 +80,8 @@ def agree_on_scalars(scalars: Callable[[], dict[str, float]]) -> list[dict[str, 
     Raises:
         CollectiveMismatchError: names differ on a rank, or a value is not a number; the message names the rank.
     """
-    what, remedy = "Supervisor.step: the scalars", "pass the same scalars on every rank"
+    what = "Supervisor.step: the scalars"
+    remedy = "pass the same scalars on every rank"
     return agree(cluster.exchange(), scalars, what, remedy, key=sorted, show=_show_names)
 
 

@@ -61,10 +61,16 @@ class Saver:
     ):
         self.step: int | None = None
         self.dropped: NonFiniteError | None = None
-        self.when, self.seconds, self._began = time.monotonic(), 0.0, 0.0
-        self._folder, self._state, self._gather = folder, state, gather
-        self._keep, self._asynchronous = (max_to_keep, keep_every), asynchronous
-        self._permitted, self._stop_on_nonfinite = permitted, stop_on_nonfinite
+        self.when = time.monotonic()
+        self.seconds = 0.0
+        self._began = 0.0
+        self._folder = folder
+        self._state = state
+        self._gather = gather
+        self._keep = (max_to_keep, keep_every)
+        self._asynchronous = asynchronous
+        self._permitted = permitted
+        self._stop_on_nonfinite = stop_on_nonfinite
         self._save: Save | None = None
         self._newest: Path | None = None
 
@@ -85,7 +91,8 @@ class Saver:
             NonFiniteError: that save found NaN or infinite weights or slots.
         """
         self.wait()
-        self.dropped, self._began = None, time.monotonic()
+        self.dropped = None
+        self._began = time.monotonic()
         target = self._folder / step_name(step)
         checks = {"before_commit": self._permitted, "after_commit": lambda: prune(target, *self._keep)}
         self._report_loss()
@@ -108,7 +115,8 @@ class Saver:
                     background=self._asynchronous,
                     **checks,
                 ).start()
-        self.step, self.when = step, time.monotonic()
+        self.step = step
+        self.when = time.monotonic()
         self.seconds = self.when - self._began
         return target
 
@@ -134,7 +142,8 @@ class Saver:
             NonFiniteError: weights or slots are not finite on the rank that is named; raised on every rank.
         """
         if self._save is not None:
-            save, self._save = self._save, None
+            save = self._save
+            self._save = None
             with spending("save"), self._nonfinite_handled():
                 is_done = all_ranks_done(save, ranks)
                 self._save = None if is_done else save
@@ -145,7 +154,8 @@ class Saver:
     def wait(self) -> None:
         """Wait for the current save to complete. Raises as :meth:`update` does."""
         if self._save is not None:
-            save, self._save = self._save, None
+            save = self._save
+            self._save = None
             with spending("save"), self._nonfinite_handled():
                 finish(save)
                 self._newest = save.target

@@ -152,10 +152,12 @@ class Supervisor:
         self.restored_from: Path | None = None
         self._folder = self.logdir / "checkpoints"
         self._data = data
-        self._model, self._optimizer = model, built_optimizer(model, optimizer)
+        self._model = model
+        self._optimizer = built_optimizer(model, optimizer)
         self._position = Position(data)
         self._state = state_to_save(model, self._optimizer, variables, state, self._position)
-        self._seconds, self._save_steps = save_model_secs or math.inf, save_steps
+        self._seconds = save_model_secs or math.inf
+        self._save_steps = save_steps
         self._lock = LogdirLock(self.logdir)
         self._saver = Saver(
             self._folder,
@@ -168,7 +170,8 @@ class Supervisor:
             stop_on_nonfinite=stop_on_nonfinite,
         )
         self._summary_steps = summary_steps
-        self._asynchronous, self._gather = asynchronous, gather
+        self._asynchronous = asynchronous
+        self._gather = gather
         self._stop_on_nonfinite = stop_on_nonfinite
         self._detector = (
             DivergenceDetector(lambda: replicated(model, self._optimizer), every=check_steps) if check_steps else None
@@ -201,8 +204,11 @@ class Supervisor:
             raise
         self._report_start(rate)
         self._saver.start(self.restored_from)
-        self._saver.step, self._saver.when = (self.global_step if self.restored_from else None), time.monotonic()
-        self._wants_stop, self._stopping, self._preempted = False, False, None
+        self._saver.step = self.global_step if self.restored_from else None
+        self._saver.when = time.monotonic()
+        self._wants_stop = False
+        self._stopping = False
+        self._preempted = None
         self._signals.__enter__()
         self._open = True
         return self
@@ -485,7 +491,8 @@ class Supervisor:
 
     def _agree(self, save: bool, *, last: bool = False) -> None:
         """Exchange messages between ranks and act on them at this step; ``last``: training is already over."""
-        step, signal = self.global_step, self._signals.received
+        step = self.global_step
+        signal = self._signals.received
         messages = gather(
             cluster.exchange(),
             "Supervisor.step()",

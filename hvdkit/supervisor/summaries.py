@@ -236,7 +236,8 @@ def remove_after(folder: Path, step: int) -> None:
 
 def _scan(path: Path, step: int) -> tuple[int, bool]:
     """Return the size of a file's readable records in bytes, and whether any is later than ``step``."""
-    readable, has_later = 0, False
+    readable = 0
+    has_later = False
     for record, at in _records(path):
         readable += len(record) + _FRAME_BYTES
         has_later = has_later or at > step

@@ -45,7 +45,8 @@ class ArrayShares(Shares):
 
     def _is_even(self) -> bool:
         """Return True if all global batches are evenly divisible."""
-        inner, size = self.inner, self.data_rank.size
+        inner = self.inner
+        size = self.data_rank.size
         has_full_batch = inner._num_samples >= inner.batch_size
         return (not has_full_batch or inner.batch_size % size == 0) and (inner.partial_batch_size or 0) % size == 0
 
@@ -71,7 +72,9 @@ class ArrayShares(Shares):
 
     def _indices(self) -> tf.data.Dataset:
         """Return the row numbers of the global batches, int64 ``[b]``; each pass reshuffles if Keras's does."""
-        examples, batch_size, shuffle = self.inner._num_samples, self.inner.batch_size, self.inner._shuffle
+        examples = self.inner._num_samples
+        batch_size = self.inner.batch_size
+        shuffle = self.inner._shuffle
         if self.seed is None or not shuffle:
             return ArrayDataAdapter(np.arange(examples), batch_size=batch_size, shuffle=shuffle).get_tf_dataset()
         rng = np.random.default_rng(self.seed)

@@ -165,7 +165,8 @@ class FitSession:
             compare_constants(self.model)
         self._is_compared = True
         self._variables.broadcast_all()
-        model, steps = self.model, self.steps
+        model = self.model
+        steps = self.steps
         steps.digests.assign(0)
         self._inactive = {
             "train_step": steps.wrap("train", self._wrap_step(model.train_step)),
@@ -231,7 +232,9 @@ class FitSession:
     @contextlib.contextmanager
     def _as_in_keras(self, name: str) -> Iterator[None]:
         """Give the model its own steps back while a callback calls the method ``name``."""
-        model, combiner, alone = self.model, self.metric_combiner, _ALONE.get()
+        model = self.model
+        combiner = self.metric_combiner
+        alone = _ALONE.get()
         if alone is not None and (name in _TRAINING_METHODS or self.is_sharded()):
             raise _refusal(name, alone, model.name)
         states: list[Any] = []  # of the metrics, before the method resets them

@@ -155,7 +155,8 @@ def _fit(
 
     def build() -> DataPair:
         check_model(model)
-        training, validation = (x, y, sample_weight), validation_data
+        training = (x, y, sample_weight)
+        validation = validation_data
         if validation_split and validation is None:
             training, validation = array_slicing.train_validation_split(training, validation_split=validation_split)
         train_x, train_y, train_weight = training

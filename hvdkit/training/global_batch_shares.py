@@ -58,16 +58,20 @@ class GlobalBatchShares(Shares):
             integer("initial_epoch", initial_epoch, minimum=0)
             if steps is not None:
                 integer("steps_per_epoch", steps, minimum=1)
-        self._trains, self._steps, self._initial_epoch = initial_epoch is not None, steps, initial_epoch or 0
+        self._trains = initial_epoch is not None
+        self._steps = steps
+        self._initial_epoch = initial_epoch or 0
         if self._trains:
             self._check_position(batches, argument)
             self._batches = batches.copy_at(*self._start(batches, self._initial_epoch))
         else:
             self._batches = batches.copy_at(batches._first[0], 0)
             self._batches.available_epochs = None
-        self._class_weight, self._argument = class_weight, argument
+        self._class_weight = class_weight
+        self._argument = argument
         self.digest = json.dumps(batches.fingerprint(), sort_keys=True, default=str)
-        dataset, data_steps = self._batches.as_shares(), batches.steps_per_epoch
+        dataset = self._batches.as_shares()
+        data_steps = batches.steps_per_epoch
         self._repeats = self._trains and data_steps is not None and steps not in (None, data_steps)
         if self._repeats:  # Keras's epochs end after `steps` batches, not where an epoch of the data ends
             dataset = dataset.repeat()
@@ -101,15 +105,19 @@ class GlobalBatchShares(Shares):
 
     def check_epochs(self, epochs: int) -> None:
         """Raise ValueError if the batches end before ``epochs`` Keras epochs."""
-        available, data_steps = self._batches.available_epochs, self._batches.steps_per_epoch
-        needed, most = epochs, available
+        available = self._batches.available_epochs
+        data_steps = self._batches.steps_per_epoch
+        needed = epochs
+        most = available
         if data_steps and self._steps:
             needed = -(-epochs * self._steps // data_steps)
             most = available and available * data_steps // self._steps
         if available is not None and needed > available:
-            got, remedy = f"GlobalBatches(epochs={available})", f"pass GlobalBatches(epochs={needed}), or None"
+            got = f"GlobalBatches(epochs={available})"
+            remedy = f"pass GlobalBatches(epochs={needed}), or None"
             if available != self._batches._epochs:
-                got, remedy = "GlobalBatches(growth='replace')", "call add_new_files after each epoch"
+                got = "GlobalBatches(growth='replace')"
+                remedy = "call add_new_files after each epoch"
             raise ValueError(describe("epochs", f"{epochs}, with {got}", f"at most {most}", remedy))
 
     @property
@@ -163,7 +171,8 @@ class GlobalBatchShares(Shares):
     @property
     def may_be_empty(self) -> bool:
         """Return False if no share can be empty."""
-        examples, size = self._batches._source.examples, self._batches._batch_size
+        examples = self._batches._source.examples
+        size = self._batches._batch_size
         if self._batches._remainder == "drop":
             return False
         return examples is None or 0 < examples % size < self.data_rank.size

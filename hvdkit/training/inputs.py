@@ -228,7 +228,8 @@ def _show_digests(odd: Any, usual: Any) -> tuple[str, str]:
     """Return descriptions of the digests of arrays, or name what differs in those of GlobalBatches, as JSON."""
     if not (isinstance(odd, str) and isinstance(usual, str)):
         return "other data", "the whole data set"
-    first, second = json.loads(odd), json.loads(usual)
+    first = json.loads(odd)
+    second = json.loads(usual)
     return f"other data ({', '.join(name for name in second if first.get(name) != second[name])})", "the same"
 
 

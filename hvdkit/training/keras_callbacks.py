@@ -146,7 +146,8 @@ class CallbackList(keras.callbacks.CallbackList):
         all_callbacks = tree.flatten(callbacks) if callbacks else []
         local_callbacks = [c for c in all_callbacks if cluster.is_chief() or not isinstance(c, _WRITERS)]
         local_verbose = _local_verbose(verbose)
-        self._session, self._data = session, data
+        self._session = session
+        self._data = data
         self._test_data = validation if trains else data
         self._is_first_batch = self._is_first_update = True
 
@@ -164,7 +165,8 @@ class CallbackList(keras.callbacks.CallbackList):
         self._alone = [callback for callback in local_callbacks if _is_alone(callback)]
         needs = _compare_callbacks(all_callbacks, begin)
         self._combines_batch_logs = needs.batch_logs and trains
-        self._reads_outputs, self._may_raise = needs.outputs, needs.agreement
+        self._reads_outputs = needs.outputs
+        self._may_raise = needs.agreement
         if self._combines_batch_logs:
             self._async_train = False  # an exchange in a thread could interleave with another one
 

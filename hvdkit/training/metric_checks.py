@@ -30,8 +30,12 @@ from hvdkit.errors import describe
 from hvdkit.training.attribute_swap import swap_attributes
 
 _REMEDY = "keep sums and counts in the metric's variables, as keras.metrics.Mean does, or compute it after hk.predict"
-_UNKNOWN, _SUM, _NOT_SUM = 0, 1, 2
-_OF_ROWS, _OF_BATCHES = 1, 2  # kinds of sums; _UNKNOWN as long as they do not grow
+_UNKNOWN = 0
+_SUM = 1
+_NOT_SUM = 2
+# kinds of sums; _UNKNOWN as long as they do not grow
+_OF_ROWS = 1
+_OF_BATCHES = 2
 _TEST_OFFSET = 64.0  # offset of the test states, in units of 1 + the first growth
 _TOLERANCE = 1e-3  # in the same units
 _FRACTION_BITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
@@ -245,7 +249,8 @@ def _epsilon(dtype: tf.DType) -> float:
 
 def _check_aggregations(model: Any) -> None:
     for name, variable in metric_states(model):
-        how, expected = getattr(variable, "aggregation", "sum"), "a state that is summed or averaged over ranks"
+        how = getattr(variable, "aggregation", "sum")
+        expected = "a state that is summed or averaged over ranks"
         got = f"{name!r}, whose variable {variable.path} has aggregation={how!r}"
         if how not in ("sum", "mean"):
             raise ValueError(describe("metrics", got, expected, _REMEDY))

@@ -27,7 +27,8 @@ class MetricCombiner:
     """
 
     def __init__(self, model: Any, factor: Callable[[], float]) -> None:
-        self._model, self._factor = model, factor
+        self._model = model
+        self._factor = factor
         self._original = model._get_metrics_result_or_logs
 
     def combine(self, logs: Any, *, keeps_totals: bool = False) -> Any:
@@ -38,7 +39,8 @@ class MetricCombiner:
             keeps_totals: leave the states of the job in the metrics, as in one process. Keras resets the metrics, or
                 has them reset, before the next step.
         """
-        size, group = cluster.group(cluster.DATA).size, data_group()
+        size = cluster.group(cluster.DATA).size
+        group = data_group()
         if size == 1 or not isinstance(logs, Mapping):
             return tree.map_structure(np.asarray, self._original(logs))
         variables = metric_states(self._model)

@@ -65,7 +65,8 @@ def rank_seeds() -> Iterator[None]:
         return
     in_graph = tf.inside_function()
     owner, name = (tf.compat.v1.get_default_graph(), "seed") if in_graph else (context.context(), "_seed")
-    before, generator = getattr(owner, name), global_generator()
+    before = getattr(owner, name)
+    generator = global_generator()
     if before is not None:
         setattr(owner, name, (int(before) + offset) % 2**31)
     global_state.set_global_attribute(_GENERATOR, _RankGenerator(generator))

@@ -41,7 +41,8 @@ class RowMeans:
 
     def report(self) -> None:
         """Test what has been stored, and warn on the chief."""
-        pending, self._pending = self._pending, []
+        pending = self._pending
+        self._pending = []
         for test in pending if cluster.is_chief() else ():
             test()
 
@@ -130,7 +131,8 @@ def is_mean_of_rows(call: Values, y_true: Any, y_pred: Any, *, is_sum: bool = Fa
     rows = {len(leaf) for leaf in [*tree.flatten(y_true), *tree.flatten(y_pred)]}
     if len(rows) != 1 or min(rows) < 2:
         return None
-    number, half = min(rows), min(rows) // 2
+    number = min(rows)
+    half = min(rows) // 2
 
     def value(start: int, end: int) -> tuple[float, float]:
         parts = [tree.map_structure(lambda leaf: tf.constant(leaf[start:end]), y) for y in (y_true, y_pred)]

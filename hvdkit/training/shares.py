@@ -143,7 +143,8 @@ class BatchDivision:
         self._names = ["batch" + "".join(f"[{key!r}]" for key in path) for path, _ in divided]
         self.spec = [x for _, x in divided]
         if not divided:
-            got, expected = f"{parts!r}, with scalars in place of rows", "a tensor with rows to divide"
+            got = f"{parts!r}, with scalars in place of rows"
+            expected = "a tensor with rows to divide"
             raise ValueError(describe("hk.data.divide: parts", got, expected, "call dataset.batch(batch_size)"))
         lengths = [_static_length(x) for _, x in divided]
         self._is_static = None not in lengths and None not in [x.shape.rank for _, x in divided]
@@ -251,7 +252,8 @@ class LateAdapter(DataAdapter):
     """
 
     def __init__(self, make: Callable[[], DataAdapter], num_batches: int | None) -> None:
-        self._make, self._num_batches = make, num_batches
+        self._make = make
+        self._num_batches = num_batches
         self._adapter: DataAdapter | None = None
 
     @property
@@ -294,7 +296,9 @@ class Shares(DataAdapter):
     def __init__(
         self, inner: DataAdapter, data_rank: DataRank, *, may_start_mid_data: bool = False, parts: Parts = None
     ) -> None:
-        self.inner, self.data_rank, self._may_start_mid_data = inner, data_rank, may_start_mid_data
+        self.inner = inner
+        self.data_rank = data_rank
+        self._may_start_mid_data = may_start_mid_data
         self._parts = parts
         self._division: BatchDivision | None = None
         self._dataset: tf.data.Dataset | None = None
@@ -307,7 +311,8 @@ class Shares(DataAdapter):
         except tf.errors.OpError:
             if self._division is None or self._division.problem is None:
                 raise
-            problem, self._division.problem = self._division.problem, None
+            problem = self._division.problem
+            self._division.problem = None
             raise problem from None
 
     @property
@@ -351,7 +356,8 @@ class Shares(DataAdapter):
                 info["may_end_anywhere"] = tf.constant(True)
             return share, info
 
-        dataset, may_end_anywhere = self.inner.get_tf_dataset().enumerate(), self.may_end_anywhere
+        dataset = self.inner.get_tf_dataset().enumerate()
+        may_end_anywhere = self.may_end_anywhere
         dataset = dataset.map(take, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
         # A dataset of the user may need the autotuner.
         return dataset if isinstance(self.inner, TFDatasetAdapter) else dataset.with_options(untuned_options())

@@ -49,7 +49,9 @@ class ShareSteps:
     """
 
     def __init__(self, model: Any, on_new_variables: Callable[[], None], *, may_be_empty: bool) -> None:
-        self._model, self._on_new_variables, self.may_be_empty = model, on_new_variables, may_be_empty
+        self._model = model
+        self._on_new_variables = on_new_variables
+        self.may_be_empty = may_be_empty
         self._traced: set[str] = set()
         self.row_means = RowMeans()
         # Create variables here: a step that creates variables is traced twice.

@@ -27,7 +27,8 @@ class Activity:
     """
 
     def __init__(self, pid: int, waiters: Sequence[int], now: float) -> None:
-        self._pid, self._polling_threads = pid, set(waiters)
+        self._pid = pid
+        self._polling_threads = set(waiters)
         self._progressed_at = self._worked_at = self._checked_at = now
         self._training_time: int | None = None  # CPU time of the training thread
         self._thread_times: dict[int, int] = {}  # CPU time of the others that do not poll
@@ -39,10 +40,12 @@ class Activity:
 
     def idle(self, state: RecorderState, now: float) -> float:
         """Return the seconds since the last progress."""
-        spent, seconds = processes.cpu_nanoseconds(self._pid, state.thread), now - self._checked_at
+        spent = processes.cpu_nanoseconds(self._pid, state.thread)
+        seconds = now - self._checked_at
         worked = [self._threads_worked(seconds), self._children_worked(seconds)]  # both keep what they measured
         if spent != self._training_time or spent is None or any(worked):
-            self._training_time, self._worked_at = spent, now
+            self._training_time = spent
+            self._worked_at = now
         self._checked_at = now
         return now - max(state.since, self._progressed_at, 0.0 if state.waiting else self._worked_at)
 
@@ -50,7 +53,8 @@ class Activity:
         """Return True if the rank's descendants computed or transferred data, or are waiting for a disk."""
         after = {pid: work for pid in processes.descendants(self._pid) if (work := processes.work(pid)) is not None}
         none = processes.Work(0.0, 0)  # count a new process's work from its start
-        before, self._children = self._children, after
+        before = self._children
+        self._children = after
         computed = sum(work.seconds - before.get(pid, none).seconds for pid, work in after.items())
         transferred = sum(work.transferred - before.get(pid, none).transferred for pid, work in after.items())
         is_working = computed > _MIN_CPU_FRACTION * seconds or transferred > _MIN_TRANSFER * seconds

@@ -35,11 +35,15 @@ from hvdkit.watchdog.lines import write_line
 from hvdkit.watchdog.rank_process import RankProcess
 
 # Seconds between looks at the rank's process; with ``HVDKIT_CHECK=1``, at its collectives.
-_POLL_SECONDS, _CHECK_SECONDS = 0.5, 0.05
+_POLL_SECONDS = 0.5
+_CHECK_SECONDS = 0.05
 # Seconds before SIGKILL, which loses the exit code: for a rank to end itself after its deadline, in addition for a rank
 # that has left or unwound, and for a program that does not use hvdkit to exit after SIGTERM.
-_KILL_SECONDS, _SHUTDOWN_SECONDS, _TERM_SECONDS = 3.0, 8.0, 2.0
-_STACKS_SECONDS, _SAMPLE_SECONDS = 2.0, 1.0
+_KILL_SECONDS = 3.0
+_SHUTDOWN_SECONDS = 8.0
+_TERM_SECONDS = 2.0
+_STACKS_SECONDS = 2.0
+_SAMPLE_SECONDS = 1.0
 
 
 class Sentinel(ABC):
@@ -117,7 +121,8 @@ class Sentinel(ABC):
             self._checked_at = now
             has_changed = self.rank.check_stopped(now)
         if self.rank.exits_late(now):
-            self._late, self.rank.exiting = self.rank.exiting, None
+            self._late = self.rank.exiting
+            self.rank.exiting = None
             self.timers[self._report_late_exit] = now + _STACKS_SECONDS if self.send_to_rank(GiveStacks()) else now
         if self.welcome is None:
             return
@@ -173,10 +178,12 @@ class Sentinel(ABC):
             if self.kill in self.timers:
                 self.timers[self.kill] += _SHUTDOWN_SECONDS
         elif isinstance(message, Exiting):
-            self.rank.exiting, self.rank.exiting_since = message, now
+            self.rank.exiting = message
+            self.rank.exiting_since = now
             return
         elif isinstance(message, Stacks) and self._late is not None:
-            self._late_stacks, self.timers[self._report_late_exit] = message.text, now
+            self._late_stacks = message.text
+            self.timers[self._report_late_exit] = now
             return
         elif isinstance(message, Stacks):
             self.timers.pop(self._report_no_stacks, None)
@@ -260,7 +267,8 @@ class Sentinel(ABC):
 
     def _report_late_exit(self) -> None:
         """Write the stacks of a rank that does not exit; end the job if that is not the user's work."""
-        late, self._late = self._late, None
+        late = self._late
+        self._late = None
         if late is None or self.rank.has_ended:
             return
         tag = f"[rank {late.rank}] "

@@ -35,7 +35,8 @@ def busy(reason: str) -> AbstractContextManager[None]:
         ...         time.sleep(0.1)  # or hours
         >>> hk.barrier()  # other ranks wait here as long
     """
-    expected, remedy = "a non-empty string", 'describe what the rank does: hk.busy("uploading")'
+    expected = "a non-empty string"
+    remedy = 'describe what the rank does: hk.busy("uploading")'
     if not isinstance(reason, str):
         raise TypeError(describe("reason", f"{reason!r} ({type(reason).__name__})", expected, remedy))
     if not reason.strip():

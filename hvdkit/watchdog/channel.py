@@ -28,24 +28,30 @@ from dataclasses import dataclass, field
 
 from hvdkit.watchdog.events import VERSION, Joined, Message, Refused, Welcome, decode
 
-MESSAGE, STDOUT, STDERR = 0, 1, 2
+MESSAGE = 0
+STDOUT = 1
+STDERR = 2
 # Errors that the kernel reports for a host that it cannot reach.
 NO_ANSWER = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
 _HEADER = struct.Struct("!BI")
-_LONGEST, _LONGEST_BEFORE_PROOF = 1 << 24, 4096
+_LONGEST = 1 << 24
+_LONGEST_BEFORE_PROOF = 4096
 # Bytes of unsent output above which reading the program's output pauses.
 CROWDED = 1 << 20
-_CONNECT_SECONDS, _WELCOME_SECONDS = 2.0, 15.0
+_CONNECT_SECONDS = 2.0
+_WELCOME_SECONDS = 15.0
 # Seconds for all attempts of a sentinel, if the coordinator's host accepts connections: a coordinator that gets no core
 # on a busy host answers late.
 _ALL_SECONDS = 60.0
 # Seconds until a sentinel connects again after a reset or without an answer: the first time, and at most.
-_FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.05, 2.0
+_FIRST_RETRY_SECONDS = 0.05
+_LAST_RETRY_SECONDS = 2.0
 # Errors after which connecting again may help: the coordinator is busy, or other programs use up its connections.
 _RETRIED = {errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED, errno.EADDRNOTAVAIL, errno.ETIMEDOUT}
 # Seconds for a new connection to authenticate before it is closed; and how many connections without a valid ``Hello``
 # are allowed beyond the number of sentinels still expected. Above that, the oldest one is closed.
-_PROOF_SECONDS, _MAX_UNAUTHENTICATED = 10.0, 64
+_PROOF_SECONDS = 10.0
+_MAX_UNAUTHENTICATED = 64
 _BACKLOG = 1 << 16  # the kernel lowers it to net.core.somaxconn
 _PORT_ATTEMPTS = 20
 
@@ -121,7 +127,8 @@ def _pop_frame(received: bytearray, longest: int) -> Message | Output | int:
     size = _HEADER.size + length
     if len(received) < size:
         return size - len(received)
-    kind, payload = received[0], bytes(received[_HEADER.size : size])
+    kind = received[0]
+    payload = bytes(received[_HEADER.size : size])
     del received[:size]
     if kind in (STDOUT, STDERR):
         return Output(kind, payload)
@@ -145,9 +152,12 @@ class Connection:
 
     def __init__(self, connected: socket.socket, selector: selectors.BaseSelector, data: object = None) -> None:
         connected.setblocking(False)
-        self.socket, self._selector, self._data = connected, selector, data
+        self.socket = connected
+        self._selector = selector
+        self._data = data
         self.longest = _LONGEST
-        self._received, self._unsent = bytearray(), bytearray()
+        self._received = bytearray()
+        self._unsent = bytearray()
         self._events = selectors.EVENT_READ
         selector.register(connected, self._events, data)
 
@@ -208,7 +218,8 @@ class Connection:
             info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
         except OSError:  # not TCP; :meth:`receive` detects a broken connection
             return False
-        unacknowledged, milliseconds = struct.unpack_from("I", info, 24)[0], struct.unpack_from("I", info, 56)[0]
+        unacknowledged = struct.unpack_from("I", info, 24)[0]
+        milliseconds = struct.unpack_from("I", info, 56)[0]
         return (unacknowledged > 0 or info[3] > 1) and milliseconds > seconds * 1000
 
     @property
@@ -256,7 +267,8 @@ def connect(
         ConnectionRefusedError: the coordinator rejects this rank.
         OSError: the coordinator of this job cannot be reached at any of its addresses.
     """
-    began, pause = time.monotonic(), _FIRST_RETRY_SECONDS
+    began = time.monotonic()
+    pause = _FIRST_RETRY_SECONDS
     once = min(seconds, _WELCOME_SECONDS)
     while True:
         try:
@@ -280,7 +292,8 @@ class _Unreachable(OSError):
 
     def __init__(self, problem: Exception | None, *, may_pass: bool, is_accepted: bool) -> None:
         super().__init__(str(problem))
-        self.may_pass, self.is_accepted = may_pass, is_accepted
+        self.may_pass = may_pass
+        self.is_accepted = is_accepted
 
 
 def _connect_once(
@@ -398,7 +411,9 @@ class Server:
     def __init__(
         self, selector: selectors.BaseSelector, listeners: Sequence[socket.socket], token: str, expected: int
     ) -> None:
-        self._selector, self._listeners, self._token = selector, list(listeners), token
+        self._selector = selector
+        self._listeners = list(listeners)
+        self._token = token
         self._expected = expected
         # Connections of sentinels that have not joined, and others, in order of arrival. Only the latter are closed in
         # favour of new ones: many programs without the token cannot keep a sentinel out.
@@ -478,11 +493,13 @@ class Server:
                 self._forget(peer)
                 self._joining[peer] = None
             nonce = os.urandom(16).hex()
-            peer.version, peer.expected = message.version, _proof(self._token, "sentinel", message.nonce, nonce)
+            peer.version = message.version
+            peer.expected = _proof(self._token, "sentinel", message.nonce, nonce)
             proof = _proof(self._token, "coordinator", message.nonce, nonce)
             peer.connection.send(_Challenge(nonce=nonce, proof=proof))
         elif isinstance(message, _Proof) and peer.expected and _equal(message.proof, peer.expected):
-            peer.proved, peer.connection.longest = True, _LONGEST
+            peer.proved = True
+            peer.connection.longest = _LONGEST
         else:
             raise Closed("rejected")
 

@@ -18,7 +18,8 @@ from hvdkit.watchdog.settings import WatchdogSettings
 from hvdkit.watchdog.watching import WatchingSentinel
 
 # Seconds after the end of rank 0 during which others may still connect; seconds after the deadline for ranks to end.
-_JOIN_SECONDS, _LAST_SECONDS = 5.0, 13.0
+_JOIN_SECONDS = 5.0
+_LAST_SECONDS = 13.0
 # Seconds after the end of the ranks during which the launcher may detect itself that a rank or a host is lost.
 _LAUNCHER_SECONDS = 2.0
 
@@ -33,7 +34,8 @@ class CoordinatingSentinel(WatchingSentinel):
     def __init__(self, pid: int, started: int, connected: socket.socket, listeners: Sequence[socket.socket]) -> None:
         super().__init__(pid, started, connected)
         self.coordinator: Coordinator | None = None
-        self._listeners, self._lines = listeners, Writer(2)
+        self._listeners = listeners
+        self._lines = Writer(2)
         process = processes.stat(pid)
         self._launcher = process.parent if process is not None else 0
         self._shell = shell_that_waits(self._launcher)
@@ -41,7 +43,8 @@ class CoordinatingSentinel(WatchingSentinel):
 
     def join(self, connect_to: Connect, joined: Joined) -> None:
         """Become the coordinator of the job."""
-        settings, token = WatchdogSettings.from_environment(), Offer.parse(connect_to.offer).token
+        settings = WatchdogSettings.from_environment()
+        token = Offer.parse(connect_to.offer).token
         allow_files(joined.size)
         self.coordinator = Coordinator(joined.size, settings, self.selector, self._listeners, token, lines=self._lines)
         self.coordinator.join(joined, self.obey)
@@ -57,7 +60,8 @@ class CoordinatingSentinel(WatchingSentinel):
     def run(self) -> int:
         """Watch until the rank has ended, and coordinate until the job has ended."""
         super().run()
-        ended_at, give_up_at = time.monotonic(), None
+        ended_at = time.monotonic()
+        give_up_at = None
         while self.coordinator is not None:
             now = time.monotonic()
             if self.coordinator.over and not self._launcher_waits:

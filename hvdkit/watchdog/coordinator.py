@@ -105,10 +105,13 @@ class Coordinator:
         hosts: Mapping[int, str] | None = None,
         under_run: bool = False,
     ) -> None:
-        self._size, self.settings = size, settings
+        self._size = size
+        self.settings = settings
         self.server = Server(selector, listeners, token, size)
         self._welcome = welcome or (lambda joined: settings.welcome(size))
-        self._output, self._lines, self._under_run = output or (lambda rank, output: None), lines, under_run
+        self._output = output or (lambda rank, output: None)
+        self._lines = lines
+        self._under_run = under_run
         self._hosts = hosts or {}
         self.members: dict[int, Member] = {}
         # Running ranks with a sentinel, in the order of their last messages.
@@ -180,7 +183,9 @@ class Coordinator:
         member = Member(joined, send, now, peer)
         before = self.members.get(joined.rank)
         if before is not None:
-            member.is_training, member.status, member.pid = before.is_training, before.status, before.pid
+            member.is_training = before.is_training
+            member.status = before.status
+            member.pid = before.pid
         self.members[joined.rank] = self._running[joined.rank] = member
         self._lost_ranks.discard(joined.rank)
         return member
@@ -205,9 +210,12 @@ class Coordinator:
                 self._leaving.trains_again(member)
                 events = self._events[member.rank]
                 events[:] = [one for one in events if not isinstance(one.event, Leaving)]
-            member.is_training, member.script_ended_at, member.holding = True, None, None
+            member.is_training = True
+            member.script_ended_at = None
+            member.holding = None
             member.pid = message.pid
-            member.released, member.unwound = None, False
+            member.released = None
+            member.unwound = False
             self._record(member, message, now)
         elif isinstance(message, Failed):
             self._record(member, message, now)
@@ -215,7 +223,8 @@ class Coordinator:
             # An error caused by another rank waits for that rank's own report.
             self._decide_at(now + (_GATHER_SECONDS if is_explained else LEAVE_SECONDS))
         elif isinstance(message, Raised):
-            member.raised, member.raised_at = message, now
+            member.raised = message
+            member.raised_at = now
         elif isinstance(message, Leaving):
             self._leaving.add(member, message, now)
         elif isinstance(message, Exited):
@@ -228,7 +237,8 @@ class Coordinator:
             member.flight = message
 
     def _handle_status(self, member: Member, status: Status, now: float) -> None:
-        member.status, member.status_at = status, now
+        member.status = status
+        member.status_at = now
         member.clock_difference = min(member.clock_difference, now - status.now)
         (self._stopped_ranks.discard if status.stopped is None else self._stopped_ranks.add)(member.rank)
         if not self.settings.check:
@@ -284,7 +294,8 @@ class Coordinator:
         self._stopped_ranks.discard(member.rank)
 
     def _lose(self, member: Member, now: float, *, is_silent: bool) -> None:
-        member.lost_at, member.is_silent = now, is_silent
+        member.lost_at = now
+        member.is_silent = is_silent
         self._forget_running(member)
 
     def _give_up(self, member: Member, now: float) -> None:
@@ -312,7 +323,8 @@ class Coordinator:
 
     def tick(self, now: float) -> None:
         """Check all deadlines and limits."""
-        elapsed, self._ticked_at = now - self._ticked_at, now
+        elapsed = now - self._ticked_at
+        self._ticked_at = now
         if elapsed > max(2.0, self.settings.heartbeat / 2):  # this process itself was stopped and has resumed
             self.server.extend_deadlines(elapsed)
             self._postpone_silence(elapsed)
@@ -397,14 +409,17 @@ class Coordinator:
                 self._stacks_due = None
                 self._blame_hung(now)
             return
-        rank, self._longest_idle = self._longest_idle, None
+        rank = self._longest_idle
+        self._longest_idle = None
         if rank is None or rank not in self._running:
             return
-        patience, idle = self.settings.patience, self.members[rank].status.idle
+        patience = self.settings.patience
+        idle = self.members[rank].status.idle
         running = self._running.values()
         is_long = idle > _WAITING_FACTOR * patience or all(member.status.idle > patience for member in running)
         if is_long and not any(member.status.busy for member in running):
-            self._longest_idle, self._stacks_due = rank, now + _STACKS_SECONDS
+            self._longest_idle = rank
+            self._stacks_due = now + _STACKS_SECONDS
             for member in running:
                 member.stacks = None
                 member.send(GiveStacks())
@@ -425,7 +440,8 @@ class Coordinator:
         status = {rank: member.status for rank, member in self._running.items()}
         longest = self.members[self._longest_idle or 0]
         self._longest_idle = None
-        culprit, idle = hang.furthest_behind(status, stacks, longest.rank), longest.status.idle
+        culprit = hang.furthest_behind(status, stacks, longest.rank)
+        idle = longest.status.idle
         where = f" ({stacks[culprit].where})" if culprit in stacks and stacks[culprit].where else ""
         shown = sorted(stacks, key=lambda rank: (rank != culprit, rank))[:TEXTS]
         texts = hang.texts({rank: stacks[rank] for rank in shown})
@@ -477,7 +493,8 @@ class Coordinator:
 
     def _is_failure(self, rank_event: RankEvent) -> bool:
         """Return True for an event that must end the job even if it is unknown which rank failed first."""
-        event, member = rank_event.event, self.members[rank_event.rank]
+        event = rank_event.event
+        member = self.members[rank_event.rank]
         if isinstance(event, Exited):  # after the script's end, an unknown exit code does not count as a failure
             return event.code != 0 and (event.code is not None or member.script_ended_at is None)
         return not rank_event.ordered and isinstance(event, (Failed, Lost))
@@ -509,7 +526,8 @@ class Coordinator:
 
         A launcher detects that a host has died, but not that a host is cut off or that a rank is stopped.
         """
-        verdict, here = self.verdict, processes.place()
+        verdict = self.verdict
+        here = processes.place()
         if verdict is None or verdict.orderly or not self._end.has_written:
             return False
         remote = (one for one in self.members.values() if one.joined.place != here and one.exited is None)

@@ -27,12 +27,16 @@ from hvdkit.watchdog.lines import flush_streams
 
 # Maximum seconds for Horovod to release a rank, and for TensorFlow to raise the error. The signal is sent afterwards:
 # an exception raised earlier would be lost in TensorFlow's own conversion of errors.
-_RELEASE_SECONDS, _RAISE_SECONDS = 1.0, 0.2
+_RELEASE_SECONDS = 1.0
+_RAISE_SECONDS = 0.2
 _FLUSH_SECONDS = 1.0
 # Seconds until the native timer ends this process: after the deadline; after it has unwound, while other ranks unwind
 # or exit; and after the interpreter has started to shut down.
-_SPARE_SECONDS, _OTHERS_SECONDS, _SHUTDOWN_SECONDS = 1.0, 13.0, 4.0
-_CLOCK_MONOTONIC, _SIGEV_THREAD = 1, 2
+_SPARE_SECONDS = 1.0
+_OTHERS_SECONDS = 13.0
+_SHUTDOWN_SECONDS = 4.0
+_CLOCK_MONOTONIC = 1
+_SIGEV_THREAD = 2
 # Ignored by default, and used by few programs.
 _SIGNAL = signal.SIGURG
 _VICTIM_TEXTS = (
@@ -76,7 +80,8 @@ class Ending:
 
         In a new thread, ``release`` is called to release the main thread from collectives.
         """
-        self._release, self._pid = release, os.getpid()
+        self._release = release
+        self._pid = os.getpid()
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(_SIGNAL, self._interrupted)
 

@@ -52,7 +52,8 @@ def _read(value: Any, kind: Any) -> Any:
     """Convert a JSON value to type ``kind``. Raises TypeError for values of other types."""
     if type(value) is kind:
         return value
-    origin, arguments = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    arguments = get_args(kind)
     if origin is UnionType:
         return None if value is None else _read(value, arguments[0])
     if origin is list:

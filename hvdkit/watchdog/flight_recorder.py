@@ -20,7 +20,8 @@ from types import CodeType
 from typing import NamedTuple
 
 SLOTS = 1000
-_SLOT_BYTES, _BEGIN = 768, 4096
+_SLOT_BYTES = 768
+_BEGIN = 4096
 # Thread ID of the training thread; steps trained (-1: not counted); number of the last collective; eager collectives
 # begun; number of the eager collective that the rank is in (0: none), and since when, by the host's monotonic clock in
 # seconds; when the training thread was last seen inside a graph, after the graph's collectives had been recorded.
@@ -34,7 +35,9 @@ _END = 3
 _FIELD = 8
 _NUMBER = struct.Struct("Q")
 # Maximum bytes of the key, the ranks and the source line; about 250 remain for the rest.
-_KEY_TEXT, _RANKS_TEXT, _LINE_TEXT = 200, 120, 160
+_KEY_TEXT = 200
+_RANKS_TEXT = 120
+_LINE_TEXT = 160
 
 
 EAGER = "eager "
@@ -142,7 +145,9 @@ class FlightRecorder:
         self.callers: dict[CodeType, set[int]] = {}
         self.sampler: Callable[[], None] = lambda: None
         view = memoryview(self._memory)
-        self._counts, self._signed, self._times = view.cast("Q"), view.cast("q"), view.cast("d")
+        self._counts = view.cast("Q")
+        self._signed = view.cast("q")
+        self._times = view.cast("d")
         _STATE.pack_into(self._memory, 0, threading.get_native_id(), -1, 0, 0, 0, time.monotonic(), 0.0)
 
     def begin_world(self) -> None:

@@ -22,9 +22,12 @@ _FORWARD_SECONDS = 0.2
 # other ranks wait for that long: see ``ending.py`` and ``base.py``.
 _SPARE_SECONDS = 9.0
 # Seconds for all ranks to send their last collectives; minimum number per rank; maximum number of all ranks.
-_FLIGHT_SECONDS, _FEWEST_RECORDS, _ALL_RECORDS = 2.0, 10, 50_000
+_FLIGHT_SECONDS = 2.0
+_FEWEST_RECORDS = 10
+_ALL_RECORDS = 50_000
 # Seconds to write the flight recorder's file; seconds for the reader to take the last lines.
-_FILE_SECONDS, _WRITE_SECONDS = 1.0, 1.0
+_FILE_SECONDS = 1.0
+_WRITE_SECONDS = 1.0
 
 
 class JobEnd:
@@ -46,8 +49,12 @@ class JobEnd:
         *,
         writes_last: bool,
     ) -> None:
-        self._size, self._settings, self._members = size, settings, members
-        self._judge, self._lines, self._writes_last = judge, lines, writes_last
+        self._size = size
+        self._settings = settings
+        self._members = members
+        self._judge = judge
+        self._lines = lines
+        self._writes_last = writes_last
         self._steps: Iterator[float] = iter(())
         self.due: float | None = None
         self.flight = ""
@@ -55,7 +62,8 @@ class JobEnd:
 
     def begin(self, verdict: Verdict) -> None:
         """Begin to end the job with this verdict."""
-        self._steps, self.due = self._end(verdict), 0.0
+        self._steps = self._end(verdict)
+        self.due = 0.0
         self.tick(0.0)
 
     def tick(self, now: float) -> None:

@@ -28,7 +28,8 @@ class LeavingRanks:
     """
 
     def __init__(self, running: Mapping[int, Member], record: Callable[[Member, Leaving, float], None]) -> None:
-        self._running, self._record = running, record
+        self._running = running
+        self._record = record
         self._waiting: dict[int, Member] = {}  # not released yet, in the order in which they left
         self._ended: set[int] = set()  # ranks whose scripts count as ended
         self._checked_at = 0.0
@@ -42,7 +43,8 @@ class LeavingRanks:
         """Note that a rank leaves."""
         self._waiting[member.rank] = member
         if message.keeps_horovod:
-            member.holding, member.held_since = message, now
+            member.holding = message
+            member.held_since = now
         else:
             self._end_script(member, message, now)
 

@@ -12,7 +12,8 @@ from hvdkit.watchdog.member import Member
 # the same exception.
 _LEFT_SECONDS = 5.0
 # Seconds of waiting until the first report; each further one comes after twice the time. Maximum number of lines.
-_REPORT_SECONDS, _MOST_LINES = 30.0, 16
+_REPORT_SECONDS = 30.0
+_MOST_LINES = 16
 # Seconds without progress after which a report calls a rank idle.
 _IDLE_SECONDS = 5.0
 
@@ -46,7 +47,8 @@ class LeftBehind:
         if place != self._places.get(member.rank, []):
             self.has_stopped(member)
             if place:
-                self._waiting[member.rank], self._places[member.rank] = now, place
+                self._waiting[member.rank] = now
+                self._places[member.rank] = place
         if member.raised is None:
             self._raised.pop(member.rank, None)
         else:
@@ -101,7 +103,8 @@ class LeftBehind:
             leaves = "; its program has ended" if member.script_ended_at is not None or member.holding else ""
             last = f"; its last one was {member.status.last}" if member.status.last else ""
             return f"is in no collective ({does}){raised}{leaves}{last}"
-        record, participants = member.waits[0], member.waits[0].participants
+        record = member.waits[0]
+        participants = member.waits[0].participants
         missing = [other for other in self._running if other != rank and not self._has_entered(other, record)]
         awaited = sorted(other for other in missing if not participants or other in participants)
         names = f" for rank {', '.join(map(str, awaited[:4]))}{', ...' * (len(awaited) > 4)}" if awaited else ""

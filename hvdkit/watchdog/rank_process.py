@@ -16,7 +16,9 @@ from hvdkit.watchdog.flight_recorder import CollectiveRecord, FlightReader, Reco
 _WAITED_SECONDS = 3.0
 # Seconds for which the rank's last look at its graphs is valid; how many of its last collectives to search for those
 # that are pending in a graph, and how many of these to report.
-_LOOK_SECONDS, _RECENT, _MOST_PENDING = 5.0, 256, 16
+_LOOK_SECONDS = 5.0
+_RECENT = 256
+_MOST_PENDING = 16
 # Seconds after which the last collective is reported, for messages about ranks that wait for this one.
 _LAST_SECONDS = 15.0
 
@@ -58,7 +60,8 @@ class RankProcess:
         """Receive the descriptors that the rank sends before its first message: see ``reporter.Reporter``."""
         _, files, _, _ = socket.recv_fds(received, 1, 2)
         if len(files) == 2:
-            self._reader, self._status_pipe = FlightReader(files[0]), files[1]
+            self._reader = FlightReader(files[0])
+            self._status_pipe = files[1]
             os.close(files[0])
 
     def begin_training(self, training: Training, now: float) -> None:
@@ -66,7 +69,9 @@ class RankProcess:
 
         Any other PID belongs to a container's namespace, and could be any process on this host.
         """
-        self.training, self.leaving, self.exiting = training, None, None
+        self.training = training
+        self.leaving = None
+        self.exiting = None
         if training.pid in (self.pid, *processes.descendants(os.getpid())):
             self.pid = training.pid
         self._activity = Activity(self.pid, training.waiters, now)
@@ -133,7 +138,8 @@ class RankProcess:
         if self._activity is None or self._reader is None:
             return Status(stopped=stopped, busy=self.busy, now=now)
         state = self._reader.state()
-        idle, waits = self._activity.idle(state, now), None
+        idle = self._activity.idle(state, now)
+        waits = None
         if state.waiting and now - state.since > _WAITED_SECONDS:
             waits = self._reader.record(state.waiting)
         in_graph = self._waits_in_graph(state, now) if idle > _WAITED_SECONDS and not state.waiting else []

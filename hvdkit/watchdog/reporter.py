@@ -115,7 +115,8 @@ class Reporter:
         self._answered.clear()
         self._released.clear()
         settings = WatchdogSettings.from_environment()
-        self._check_interval, self._exit_seconds = settings.check_interval, seconds(EXIT)
+        self._check_interval = settings.check_interval
+        self._exit_seconds = seconds(EXIT)
         self._under_run = self._under_run or self._adopt_sentinel()
         if self._under_run or launched.size == 1 or not settings.heartbeat:
             return ""
@@ -156,7 +157,8 @@ class Reporter:
             waiters: IDs of busy-polling threads (Horovod and MPI).
             finalize: finalizes MPI.
         """
-        self._thread_ident, self._finalize = threading.get_ident(), finalize
+        self._thread_ident = threading.get_ident()
+        self._finalize = finalize
         if not self._under_run and offer:
             elsewhere = (other for other, place in enumerate(places) if place != places[0])
             self._connect = Connect(
@@ -368,7 +370,9 @@ class Reporter:
             stacks = file.read().decode(errors="replace")
         step = "" if self.recorder.step is None else f"at step {self.recorder.step}"
         busy = f"busy: {self.reason}" if self.reason else ""
-        last, where, waiting = self.recorder.describe(), "", self.recorder.waiting
+        last = self.recorder.describe()
+        where = ""
+        waiting = self.recorder.waiting
         frame = sys._current_frames().get(self._thread_ident)
         if frame is not None:
             where = f"in {frame.f_code.co_name}, {frame.f_code.co_filename}:{frame.f_lineno}"
@@ -455,7 +459,9 @@ class Reporter:
                 connected.shutdown(socket.SHUT_RDWR)
         for one in self._listeners:
             one.close()
-        self._listeners, self._connect, self._training = (), None, None
+        self._listeners = ()
+        self._connect = None
+        self._training = None
 
     def finish(self) -> None:
         """After a failure: wait until all ranks have unwound, then let this interpreter shut down."""

@@ -26,9 +26,12 @@ from hvdkit.watchdog.settings import RUN_VARIABLE, SOCKET_VARIABLE
 _FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT)
 # Seconds for a program to end after the coordinator is gone. Seconds without output, and seconds in total, after which
 # children that outlive the program and hold its pipes are ended.
-_ORPHAN_SECONDS, _DRAIN_SECONDS, _CHILDREN_SECONDS = 5.0, 0.3, 2.0
+_ORPHAN_SECONDS = 5.0
+_DRAIN_SECONDS = 0.3
+_CHILDREN_SECONDS = 2.0
 # Maximum capacity of a pipe for users other than root; bytes per read.
-_PIPE_BYTES, _READ_BYTES = 1 << 20, 1 << 16
+_PIPE_BYTES = 1 << 20
+_READ_BYTES = 1 << 16
 _LONGEST_FILE = 4096
 # Seconds after a signal within which the end of the program is attributed to it.
 _SIGNALLED_SECONDS = 60.0
@@ -99,9 +102,11 @@ class RunningSentinel(Sentinel):
         while self._exit_status is None:
             self.turn()
         self._drain()
-        now, rank = time.monotonic(), self.rank
+        now = time.monotonic()
+        rank = self.rank
         signals = [number for number, at in self._signals if now - at < _SIGNALLED_SECONDS]
-        code, stopped = self._exit_status, rank.stopped(now)
+        code = self._exit_status
+        stopped = rank.stopped(now)
         self.report(Exited(code=code, step=rank.step, busy=rank.busy, signals=signals, stopped=stopped))
         # As long as this process runs, the engine does not see the end of the rank, and other ranks can save.
         while self.uplink is not None and (self.uplink.unsent or not self.released):
@@ -139,7 +144,8 @@ class RunningSentinel(Sentinel):
                 if not pid:
                     return
                 if pid == self.rank.program:
-                    self._exit_status, self.rank.has_ended = os.waitstatus_to_exitcode(status), True
+                    self._exit_status = os.waitstatus_to_exitcode(status)
+                    self.rank.has_ended = True
 
     def _forward(self, file: int) -> None:
         self._read_at = time.monotonic()

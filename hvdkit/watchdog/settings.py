@@ -25,7 +25,8 @@ _DEFAULTS = {HEARTBEAT: 10.0, PATIENCE: 600.0, UNWIND: 3.0, EXIT: 120.0}
 _SHORTEST_HEARTBEAT = 1.0
 _LONGEST_CHECK_INTERVAL = 2.0
 # Reports of a sentinel per heartbeat with up to _FEW_RANKS ranks; half as many from 16 times that number on.
-_REPORTS, _FEW_RANKS = 5, 64
+_REPORTS = 5
+_FEW_RANKS = 64
 
 
 @dataclass(frozen=True, kw_only=True)

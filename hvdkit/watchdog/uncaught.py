@@ -50,9 +50,11 @@ class UncaughtErrors:
         """
         if not self._before:
             ending().prepare(release)
-            self._rank, self._abort = rank, abort
+            self._rank = rank
+            self._abort = abort
             self._before = (sys.excepthook, threading.excepthook)
-            sys.excepthook, threading.excepthook = self._uncaught, self._uncaught_in_thread
+            sys.excepthook = self._uncaught
+            threading.excepthook = self._uncaught_in_thread
 
     def install_alone(self) -> None:
         """In a world of one rank, only set the exit code of an uncaught exception."""
@@ -178,7 +180,8 @@ def left_a_loop(error: BaseException, callers: Mapping[CodeType, Collection[int]
     trace = error.__traceback__
     if trace is None:
         return False
-    handler, line = trace.tb_frame, trace.tb_lineno
+    handler = trace.tb_frame
+    line = trace.tb_lineno
     for start, end in _loops_of(handler.f_code.co_filename, callers.get(handler.f_code, ())):
         if start <= line <= end and not start <= handler.f_lineno <= end:
             return True

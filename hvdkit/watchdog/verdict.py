@@ -123,7 +123,8 @@ def verdict(events: Iterable[RankEvent], size: int, hosts: Mapping[int, str] = {
     texts = {one.failed.text for one in histories if one.failed is not None and not one.failed.follows} - {""}
     if first is None or not all(one.well_until >= first.time for one in histories if one.rank != first.rank):
         return _unknown(histories, tuple(sorted(texts)))
-    blame, failed = first.blame, histories[first.rank].failed
+    blame = first.blame
+    failed = histories[first.rank].failed
     step = blame.step
     if step is None:  # ranks step together
         step = max((one.step for one in histories if one.step is not None), default=None)
@@ -221,11 +222,18 @@ class _History:
     def _abrupt_end(self, time: float, end: Exited) -> Iterator[_Candidate]:
         """Yield the failure of a process that ended without announcing it."""
         if end.stopped is not None:
-            time, code, verb, cause = time - end.stopped, 137, f"was stopped (SIGSTOP) for {end.stopped:.0f} s", ""
+            time = time - end.stopped
+            code = 137
+            verb = f"was stopped (SIGSTOP) for {end.stopped:.0f} s"
+            cause = ""
         elif end.code is None or (end.code == 0 and Training in self.first):
-            code, verb, cause = 137 if end.code is None else 1, "failed", DIED
+            code = 137 if end.code is None else 1
+            verb = "failed"
+            cause = DIED
         elif end.code:
-            code, verb, cause = shell_code(end.code), how(end.code), ""
+            code = shell_code(end.code)
+            verb = how(end.code)
+            cause = ""
         else:
             return
         yield _Candidate(self.rank, time, Judged(cause=cause, verb=verb, code=code, step=end.step, busy=end.busy))
@@ -234,23 +242,32 @@ class _History:
         self, leaving: RankEvent, all_left: bool, victims: Sequence[tuple[float, int]]
     ) -> Iterator[_Candidate]:
         """Yield the failure of a rank whose script ended: its exit code, or that another rank still needed it."""
-        time, since, code = leaving.time, 0.0, self.exited.code if self.exited is not None else 0
+        time = leaving.time
+        since = 0.0
+        code = self.exited.code if self.exited is not None else 0
         if code == -signal.SIGKILL and any(one.ordered for one in self.events if one.event is self.exited):
             code = 0  # killed by its sentinel because another rank had failed
         if code and (code < 0 or all_left):
             code, verb, cause = shell_code(code), how(code), ""
         elif code:
-            verb, cause = "failed", f"sys.exit({code}) while other ranks continued"
+            verb = "failed"
+            cause = f"sys.exit({code}) while other ranks continued"
         else:
             after = bisect.bisect_left(victims, (time, -1))
             before = bisect.bisect_left(victims, (time - _CROSSING_SECONDS, -1))
             if after < len(victims):
-                since, (time, other) = time, victims[after]  # until then another rank may have failed
+                # until then another rank may have failed
+                since = time
+                time, other = victims[after]
             elif before < len(victims):
-                since, time, other = time, time + _CROSSING_SECONDS, victims[before][1]
+                since = time
+                time = time + _CROSSING_SECONDS
+                other = victims[before][1]
             else:  # no other rank needed it any more
                 return
-            code, verb, cause = 1, "left the job", f"ended before the others: rank {other} still needed it"
+            code = 1
+            verb = "left the job"
+            cause = f"ended before the others: rank {other} still needed it"
         step = getattr(leaving.event, "step", None)
         yield _Candidate(self.rank, time, Judged(cause=cause, verb=verb, code=code, step=step), since)
 

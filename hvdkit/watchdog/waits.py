@@ -41,7 +41,8 @@ class Waits:
     """
 
     def __init__(self, heard: Callable[[int], float], *, is_complete: bool = True) -> None:
-        self._heard, self.is_complete = heard, is_complete
+        self._heard = heard
+        self.is_complete = is_complete
         self._pending: dict[int, dict[str, CollectiveRecord]] = defaultdict(dict)
         self._latest: dict[int, dict[str, CollectiveRecord]] = defaultdict(dict)  # by key, whether still pending or not
         self._lines: dict[str, set[str]] = defaultdict(set)  # source lines of each key, on any rank
@@ -156,7 +157,8 @@ class Waits:
         for rank in settled:
             for key, record in self._pending[rank].items():
                 missing.setdefault(key, set(record.participants or ranks)).discard(rank)
-        stuck, size = set(settled), -1
+        stuck = set(settled)
+        size = -1
         while len(stuck) != size:
             size = len(stuck)
             stuck = {rank for rank in stuck if all(missing[key] & stuck for key in self._pending[rank])}

@@ -16,7 +16,9 @@ from hvdkit.watchdog.events import Connect, End, Exited, Joined, Left, Message
 from hvdkit.watchdog.lines import write_line
 from hvdkit.watchdog.rank_process import RankProcess
 
-_RECONNECT_SECONDS, _RETRY_SECONDS, _LAST_SECONDS = 5.0, 0.2, 3.0
+_RECONNECT_SECONDS = 5.0
+_RETRY_SECONDS = 0.2
+_LAST_SECONDS = 3.0
 # How many times to read messages that the rank sent before its end.
 _READS = 20
 # Seconds before a warning about a rank that cannot connect.

@@ -213,3 +213,22 @@ def test_a_name_stands_for_one_thing():
             if isinstance(node, ast.ClassDef):
                 classes[node.name].append(path)
     assert not {name: paths for name, paths in [*classes.items(), *modules.items()] if len(paths) > 1}
+
+
+def test_an_assignment_has_one_value_per_line():
+    """``a, b = x, y`` saves a line and costs reading; only a swap needs it, whose values read what it assigns."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Assign)
+                and isinstance(node.value, ast.Tuple)
+                and isinstance(node.targets[0], ast.Tuple)
+            ):
+                targets = {ast.unparse(target) for target in node.targets[0].elts}
+                read = {
+                    ast.unparse(each) for each in ast.walk(node.value) if isinstance(each, ast.Name | ast.Attribute)
+                }
+                if not targets & read:
+                    found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}")
+    assert not found, "\n".join(found)

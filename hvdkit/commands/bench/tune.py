@@ -103,10 +103,12 @@ def search(config: Tune) -> tuple[Measurements, list[str]]:
     ranks = _run(config, request, {CYCLE: _CYCLES[0]}, "all ranks")
     timed = {nbytes: _round_seconds([rank["steps"][i] for rank in ranks]) for i, nbytes in enumerate(limits)}
     bucket = _fastest(timed)
-    best, lines = {BUCKET: str(bucket)}, [_line({BUCKET: str(nbytes)}, timed[nbytes]) for nbytes in limits]
+    best = {BUCKET: str(bucket)}
+    lines = [_line({BUCKET: str(nbytes)}, timed[nbytes]) for nbytes in limits]
     if len(ranks) > 1:
         best_startup, startup_lines = _search_startup_settings(config, bucket)
-        best, lines = best | best_startup, lines + startup_lines
+        best = best | best_startup
+        lines = lines + startup_lines
     compute_alone = statistics.median(alone["compute"])
     slowdown = 1.0
     if ranks[0]["rows"][1] == 0:

@@ -125,7 +125,9 @@ def gradients(work: Workload) -> list[tuple[int, float]]:
             positions[id(variable)] = min(count, positions.get(id(variable), count))
     variables = [v for v in work.model.trainable_variables if shard_of(v) is None]
     multiplications = [math.prod(v.shape) * positions.get(id(v), 1) for v in variables]
-    total, done, result = sum(multiplications) or 1, 0, []
+    total = sum(multiplications) or 1
+    done = 0
+    result = []
     for variable, count in zip(reversed(variables), reversed(multiplications), strict=True):
         done += count
         result.append((4 * math.prod(variable.shape), (1 + 2 * done / total) / 3))
@@ -136,7 +138,8 @@ def _copy_seconds() -> float:
     """Return the seconds to copy one byte."""
     import numpy as np
 
-    source, target = np.ones(_COPY_BYTES, np.uint8), np.empty(_COPY_BYTES, np.uint8)
+    source = np.ones(_COPY_BYTES, np.uint8)
+    target = np.empty(_COPY_BYTES, np.uint8)
     times = []
     for _ in range(_REPEATS):
         started = time.perf_counter()

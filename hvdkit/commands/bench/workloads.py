@@ -39,7 +39,11 @@ USUAL_OPTIMIZERS = {
 _DISTINCT_BATCHES = 8
 
 # The recommender: number of tables, their rows and width, number of dense inputs, and skew of the ids.
-TABLES, ROWS, WIDTH, NUMBERS, ZIPF = 26, 40_000, 16, 13, 1.2
+TABLES = 26
+ROWS = 40_000
+WIDTH = 16
+NUMBERS = 13
+ZIPF = 1.2
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,8 @@ def measure(
     Raises:
         ValueError: there are too few batches.
     """
-    times, source = [], iter(batches)
+    times = []
+    source = iter(batches)
     for number in range(1, warm_up + steps + 1):
         started = time.perf_counter()
         batch = next(source, None)
@@ -201,7 +206,8 @@ def _cifar10(batch: int, rng: Any) -> Workload:
     def dense(units: int) -> keras.layers.Layer:
         return keras.layers.Dense(units, "relu", kernel_regularizer=keras.regularizers.L2(0.002))
 
-    conv, pool = keras.layers.Conv2D, keras.layers.MaxPooling2D
+    conv = keras.layers.Conv2D
+    pool = keras.layers.MaxPooling2D
     layers = [
         conv(64, 5, padding="same", activation="relu"),
         pool(3, 2, padding="same"),

@@ -233,7 +233,8 @@ def _install(wheel: Path, log: Path, progress: BuildProgress) -> None:
     """Install ``wheel`` and its missing run-time dependencies."""
     progress.step(f"install {wheel.name}")
     install = [*pip_command(), "install"]
-    failure, env = f"pip could not install {wheel}", pip_environment()
+    failure = f"pip could not install {wheel}"
+    env = pip_environment()
     if any(importlib.metadata.distributions(name="horovod")):  # another build can have the same version
         run([*install, "--force-reinstall", "--no-deps", str(wheel)], log=log, failure=failure, env=env)
     run([*install, str(wheel)], log=log, failure=failure, env=env)

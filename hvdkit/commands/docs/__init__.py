@@ -72,7 +72,8 @@ def find(reference: str) -> str:
         raise ValueError(describe("PAGE", name, "a page's name", _remedy(name, known, "hvdkit docs")))
     if not section:
         return known[name].rstrip()
-    text, found = known[name], headings(known[name])
+    text = known[name]
+    found = headings(known[name])
     names = [anchor(title) for title, _, _ in found]
     if section not in names:
         remedy = _remedy(section, names, f"hvdkit docs {name}")

@@ -24,7 +24,8 @@ SHOWN = re.compile(
 )
 MEBIBYTE = 2**20
 # Open MPI maps up to 4 MiB per rank (btl_vader_segment_size); UCX and NCCL use more. Docker's default is 64 MiB.
-SHM_LEAST, SHM_PER_RANK = 128 * MEBIBYTE, 16 * MEBIBYTE
+SHM_LEAST = 128 * MEBIBYTE
+SHM_PER_RANK = 16 * MEBIBYTE
 
 
 def cores(facts: Facts, filesystem: Path = Path("/")) -> Finding:
@@ -33,7 +34,9 @@ def cores(facts: Facts, filesystem: Path = Path("/")) -> Finding:
     Args:
         filesystem: the folder that contains ``proc`` and ``sys``.
     """
-    usable, allowed, physical = available_cores(filesystem), len(affinity()), physical_cores()
+    usable = available_cores(filesystem)
+    allowed = len(affinity())
+    physical = physical_cores()
     slots = min(allowed, physical or allowed)  # mpirun ignores quotas
     most = min(usable, slots)  # ranks that can have a core each
     details = {
@@ -81,7 +84,8 @@ def shared_memory(facts: Facts, path: Path = Path("/dev/shm")) -> Finding:
     if not path.is_dir():
         remedy = "mount a tmpfs on /dev/shm"
         return Finding(name, "warning", f"{path} does not exist: ranks on one host communicate over TCP", remedy)
-    usage, needed = shutil.disk_usage(path), max(SHM_LEAST, facts.np * SHM_PER_RANK)
+    usage = shutil.disk_usage(path)
+    needed = max(SHM_LEAST, facts.np * SHM_PER_RANK)
     details = {"total_bytes": usage.total, "free_bytes": usage.free, "wanted_bytes": needed}
     what = f"{usage.free // MEBIBYTE} MiB free of {usage.total // MEBIBYTE} in {path}"
     if usage.free >= needed:
@@ -137,7 +141,8 @@ def network(facts: Facts, addresses: list[Address] | None = None) -> Finding:
 def gpus(facts: Facts, devices: Path = Path("/dev")) -> Finding:
     """Check that TensorFlow sees all GPUs, and that Horovod was built with NCCL."""
     names, fails, device_files = find_gpus(devices)
-    tensorflow, horovod = facts.training["tensorflow"], facts.training["horovod"]
+    tensorflow = facts.training["tensorflow"]
+    horovod = facts.training["horovod"]
     seen = tensorflow.get("gpus", [])
     details = {"nvidia_smi": names, "device_nodes": device_files, "tensorflow": seen, "nccl": horovod.get("nccl")}
     if not names and not device_files and not seen:

@@ -36,7 +36,8 @@ REMEDIES = (  # pattern in a launcher's last lines -> remedy
 
 def run_mpirun(facts: Facts, timeout: float) -> Finding:
     """Start two ranks with ``mpirun``."""
-    name, built = "run-mpirun", facts.training["horovod"]
+    name = "run-mpirun"
+    built = facts.training["horovod"]
     if facts.mpirun is None or not facts.training.loaded("horovod") or not built["mpi"]:
         return Finding(name, "note", "not tried: needs mpirun, and a Horovod that loads and has MPI")
     options = ["--oversubscribe"] if facts.open_mpi else []
@@ -45,7 +46,8 @@ def run_mpirun(facts: Facts, timeout: float) -> Finding:
 
 def run_gloo(facts: Facts, timeout: float) -> Finding:
     """Start two ranks with ``horovodrun --gloo``."""
-    name, built = "run-gloo", facts.training["horovod"]
+    name = "run-gloo"
+    built = facts.training["horovod"]
     if facts.horovodrun is None or not facts.training.loaded("horovod") or not built["gloo"]:
         return Finding(name, "note", "not tried: needs horovodrun, and a Horovod that loads and has Gloo")
     return _run_allreduce(name, [facts.horovodrun.path, "--gloo", "-np", str(RANKS), *RANK_COMMAND], facts, timeout)

@@ -16,8 +16,11 @@ def mpi_library(facts: Facts) -> Finding:
 
     Otherwise one of them does not see the launcher's world, and each process is rank 0 of 1 (horovod#1756).
     """
-    name, training, separate = "mpi-library", facts.training["horovod"], facts.mpi4py["mpi4py"]
-    by_horovod, by_mpi4py = training.get("libmpi", []), separate.get("libmpi", [])
+    name = "mpi-library"
+    training = facts.training["horovod"]
+    separate = facts.mpi4py["mpi4py"]
+    by_horovod = training.get("libmpi", [])
+    by_mpi4py = separate.get("libmpi", [])
     by_both = facts.training["mpi4py"].get("libmpi", [])  # loaded into one process
     details = {
         "library": str(facts.library) if facts.library else None,
@@ -42,7 +45,8 @@ def mpi_library(facts: Facts) -> Finding:
 
 def mpirun(facts: Facts) -> Finding:
     """Check that the ``mpirun`` on PATH belongs to the MPI library that Horovod loads."""
-    program, library = facts.mpirun, facts.library
+    program = facts.mpirun
+    library = facts.library
     gloo = bool(facts.training["horovod"].get("gloo"))
     if program is None:
         if library is None and gloo:
@@ -112,7 +116,8 @@ def import_order(facts: Facts) -> Finding:
 
     With Open MPI loaded first, ranks crash at exit (``hwloc__topology_disadopt``) with 3 or more ranks on a host.
     """
-    name, exports = "import-order", facts.training["tensorflow"].get("exports_hwloc")
+    name = "import-order"
+    exports = facts.training["tensorflow"].get("exports_hwloc")
     library = facts.library
     if exports is None or library is None:
         return Finding(name, "note", "not known until TensorFlow and an MPI load")
@@ -129,7 +134,8 @@ def import_order(facts: Facts) -> Finding:
 
 def busy_wait(facts: Facts) -> Finding:
     """Check that Open MPI yields while it waits. Otherwise it spins, and takes a core away from computation."""
-    name, variable = "busy-wait", "OMPI_MCA_mpi_yield_when_idle"
+    name = "busy-wait"
+    variable = "OMPI_MCA_mpi_yield_when_idle"
     value = facts.environment.get(variable)
     details = {variable: value}
     if facts.library is None:

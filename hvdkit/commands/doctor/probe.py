@@ -105,7 +105,8 @@ def library_version(path: str) -> str | None:
     library = ctypes.CDLL(path)
     if not hasattr(library, "MPI_Get_library_version"):
         return None
-    text, length = ctypes.create_string_buffer(8192), ctypes.c_int()
+    text = ctypes.create_string_buffer(8192)
+    length = ctypes.c_int()
     library.MPI_Get_library_version(text, ctypes.byref(length))
     return text.value.decode(errors="replace").strip()
 

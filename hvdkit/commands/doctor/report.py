@@ -67,7 +67,8 @@ def summary(findings: Sequence[Finding]) -> str:
         >>> summary([Finding("python", "ok", "3.12")])
         'Training can start: 0 problems, 0 warnings.'
     """
-    problems, warnings = _count(findings, "problem"), _count(findings, "warning")
+    problems = _count(findings, "problem")
+    warnings = _count(findings, "warning")
     counts = f"{_plural(problems, 'problem')}, {_plural(warnings, 'warning')}"
     return f"{'Training cannot start' if problems else 'Training can start'}: {counts}."
 

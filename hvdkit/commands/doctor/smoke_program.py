@@ -17,8 +17,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-ROWS, COLUMNS, BATCH = 10, 3, 12
-KILLED_AT_STEP, KILLED_RANK = 3, 1
+ROWS = 10
+COLUMNS = 3
+BATCH = 12
+KILLED_AT_STEP = 3
+KILLED_RANK = 1
 
 
 def systems(logdir: str, steps: str) -> None:

@@ -122,7 +122,8 @@ def horovod(facts: Facts) -> Finding:
 
 def horovod_tensorflow(facts: Facts) -> Finding:
     """Check that Horovod was compiled for the installed TensorFlow, whose C++ API changes with each minor version."""
-    name, built_for = "horovod-tensorflow", facts.built_for
+    name = "horovod-tensorflow"
+    built_for = facts.built_for
     if built_for is None:
         return Finding(name, "note", "no Horovod, nothing to compare")
     compiled = built_for.get("tensorflow")
@@ -147,7 +148,8 @@ def horovod_tensorflow(facts: Facts) -> Finding:
 
 def horovod_features(facts: Facts) -> Finding:
     """Check that Horovod was built with MPI or Gloo. It also needs NCCL for GPUs (see the check ``gpus``)."""
-    name, built = "horovod-features", facts.training["horovod"]
+    name = "horovod-features"
+    built = facts.training["horovod"]
     if not facts.training.loaded("horovod"):
         return Finding(name, "note", "unknown until Horovod loads")
     names = {"mpi": "MPI", "gloo": "Gloo", "nccl": "NCCL"}

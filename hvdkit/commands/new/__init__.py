@@ -60,7 +60,8 @@ def new(config: New) -> str:
 
 def project(config: New) -> dict[str, str]:
     """Return the project's files, by their paths in its folder."""
-    source, cluster = _HERE / "project", _HERE / "project" / config.cluster
+    source = _HERE / "project"
+    cluster = _HERE / "project" / config.cluster
     name = config.path.resolve().name or "project"
     files = {
         "train.py": (source / config.form / "train.py").read_text(),

@@ -75,7 +75,8 @@ def plan(config: PlanConfig) -> Plan | Scaling:
         latency = None if config.latency_us is None else config.latency_us * 1e-6
         ranks = doublings(first, int(match["last"] or first))
         return predict_scaling(Measurements.load(config.measured), ranks, bandwidth=bandwidth, latency=latency)
-    tables, placements = [], {}
+    tables = []
+    placements = {}
     for text in config.tables:
         match = _TABLE.fullmatch(text)
         if match is None:

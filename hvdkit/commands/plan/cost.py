@@ -33,7 +33,8 @@ _NEGOTIATION_ROUNDS = 2
 # Halving exchanges between distant ranks take this factor longer than their bytes: 1.7 to 2.1 on four hosts.
 _HALVING = 1.8
 # Messages up to _SMALL are bound by latency, messages from _LARGE on by bandwidth.
-_SMALL, _LARGE = 64 * 1024, 2 * 1024 * 1024
+_SMALL = 64 * 1024
+_LARGE = 2 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -148,12 +149,14 @@ def step_cost(
     for bucket in buckets([gradient.nbytes for gradient in measurements.gradients], bucket_bytes):
         seconds = allreduce_seconds(sum(measurements.gradients[i].nbytes for i in bucket), ranks, link)
         ready = compute * max(measurements.gradients[i].ready for i in bucket)
-        exchange, last_sent = exchange + seconds, max(last_sent, ready) + seconds
+        exchange = exchange + seconds
+        last_sent = max(last_sent, ready) + seconds
     # Fully used cores also do the copying.
     busy = compute + (measurements.gradient_bytes * link.copy * slowdown if slowdown > 1 else 0.0)
     end = max(busy, last_sent)
     for _ in range(measurements.row_exchanges):  # not hidden: the computation waits for rows
         seconds = alltoall_seconds(measurements.row_bytes // measurements.row_exchanges, ranks, link)
-        exchange, end = exchange + seconds, end + seconds
+        exchange = exchange + seconds
+        end = end + seconds
     wait = measurements.spread * slowdown * statistics.NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
     return StepCost(ranks, compute, exchange, compute + exchange - end, wait)

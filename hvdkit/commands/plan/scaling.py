@@ -32,7 +32,8 @@ class Scaling:
         return self.steps[0].total / next(step.total for step in self.steps if step.ranks == ranks)
 
     def __str__(self) -> str:
-        m, link = self.measurements, self.link
+        m = self.measurements
+        link = self.link
         rows = f", {m.row_bytes / 1e6:.1f} MB of rows" if m.row_exchanges else ""
         head = [
             f"{m.model}, {m.batch} examples per rank: {m.gradient_bytes / 1e6:.1f} MB of gradients{rows}; "

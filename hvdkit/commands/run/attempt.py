@@ -32,14 +32,17 @@ from hvdkit.watchdog.verdict import PREEMPTED, Verdict, shell_code
 # Seconds for the engine to end once all ranks have ended: after success; after a failure (or a signal before all ranks
 # had started); if a host is cut off. After a failure the engine has nothing to add, but Open MPI's waits for seconds if
 # several hosts fail together, and for hours if one is cut off.
-ENGINE_SECONDS, FAILED_ENGINE_SECONDS, CUT_OFF_SECONDS = 4.0, 1.0, 0.5
+ENGINE_SECONDS = 4.0
+FAILED_ENGINE_SECONDS = 1.0
+CUT_OFF_SECONDS = 0.5
 # Seconds to read the remaining output of the ended engine and the sentinels.
 _DRAIN_SECONDS = 0.5
 # Seconds to end the remaining descendants of this process.
 _CHILDREN_SECONDS = 3.0
 # Unread bytes of output above which ranks that write more are blocked; the same once the job is being ended, when ranks
 # write their last lines. Seconds between checks whether the reader has resumed.
-_MAX_UNREAD, _MAX_UNREAD_AT_END = 1 << 22, 1 << 26
+_MAX_UNREAD = 1 << 22
+_MAX_UNREAD_AT_END = 1 << 26
 _PAUSED_SECONDS = 0.02
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SENTINEL = (sys.executable, "-IS", sentinel.PATH, "run")
@@ -103,7 +106,8 @@ class Attempt:
     signals: Signals
 
     def __post_init__(self) -> None:
-        self._size, self._grace = slots_of(self.hosts), self.job.config.grace
+        self._size = slots_of(self.hosts)
+        self._grace = self.job.config.grace
         self._selector = selectors.DefaultSelector()
         self._stopped_by: signal.Signals | None = None
         self._kill_at: float | None = None
@@ -265,7 +269,8 @@ class Attempt:
         elif self._stopped_by is None and self._have_ended:  # ended before the signal
             self._engine.end(0.0)
         elif self._stopped_by is None:
-            self._stopped_by, self._coordinator.stop_requested = number, True
+            self._stopped_by = number
+            self._coordinator.stop_requested = True
             self.output.line(
                 f"hvdkit run: {number.name}: ranks have {self._grace:g} s to end; send it again to end them now"
             )
@@ -277,7 +282,9 @@ class Attempt:
 
     def _judge(self) -> Verdict:
         """Return how the attempt ended. Called after the engine has ended."""
-        engine, name, members = self._engine, self.job.engine.name, self._coordinator.members
+        engine = self._engine
+        name = self.job.engine.name
+        members = self._coordinator.members
         assert engine.code is not None
         tail = f"; the job ended after {time.monotonic() - self._began_at:.1f} s"
         if self._stopped_by is not None:

@@ -44,7 +44,9 @@ class EngineProcess:
         selector: selectors.BaseSelector,
         output: OutputWriter,
     ) -> None:
-        self._name, self._selector, self._output = name, selector, output
+        self._name = name
+        self._selector = selector
+        self._output = output
         self.was_ended = False
         self.last_line = ""
         self._temporary = Path(environment.get("TMPDIR") or "/tmp")
@@ -103,7 +105,8 @@ class EngineProcess:
             return
         *lines, rest = (self._partial[key.data] + data).split(b"\n")
         if len(rest) > LONGEST_LINE:
-            lines, rest = [*lines, rest], b""
+            lines = [*lines, rest]
+            rest = b""
         self._partial[key.data] = rest
         self._write(key.data, lines, hold)
 

@@ -125,11 +125,17 @@ def _open_mpi(spec: LaunchSpec) -> CommandLine:
     From version 5 on, PRRTE starts the ranks, with its own options.
     """
     if spec.engine.mpi and spec.engine.mpi.major >= 5:
-        placement, fabric = ["--map-by", "slot:OVERSUBSCRIBE"], []
-        flag, ssh_args, interface = "--prtemca", "plm_ssh_args", "prte_if_include"
+        placement = ["--map-by", "slot:OVERSUBSCRIBE"]
+        fabric = []
+        flag = "--prtemca"
+        ssh_args = "plm_ssh_args"
+        interface = "prte_if_include"
     else:  # As Horovod recommends, exclude the old InfiniBand transport, which fails on many clusters.
-        placement, fabric = ["--map-by", "slot", "--oversubscribe"], ["--mca", "btl", "^openib"]
-        flag, ssh_args, interface = "--mca", "plm_rsh_args", "oob_tcp_if_include"
+        placement = ["--map-by", "slot", "--oversubscribe"]
+        fabric = ["--mca", "btl", "^openib"]
+        flag = "--mca"
+        ssh_args = "plm_rsh_args"
+        interface = "oob_tcp_if_include"
     argv = [spec.engine.program, "-np", str(spec.np), "--bind-to", "none", *placement]
     argv += ["--allow-run-as-root"] if spec.root else []
     argv += _option("--host", spec.slots)
@@ -193,10 +199,12 @@ def _horovodrun(spec: LaunchSpec) -> CommandLine:
 
 def _horovod_ssh(spec: LaunchSpec) -> list[str]:
     """Return horovodrun's ssh options: port and key. Over MPI, mpirun gets other arguments."""
-    options, others = [], []
+    options = []
+    others = []
     arguments = iter(shlex.split(spec.ssh_args))
     for argument in arguments:
-        flag, value = argument[:2], argument[2:]
+        flag = argument[:2]
+        value = argument[2:]
         if flag in ("-p", "-i"):
             options += ["--ssh-port" if flag == "-p" else "--ssh-identity-file", value or next(arguments, "")]
         else:

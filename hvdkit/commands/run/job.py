@@ -32,7 +32,8 @@ from hvdkit.machine.terminal import is_terminal
 from hvdkit.watchdog.settings import HEARTBEAT, seconds
 
 # Open MPI 4.1 writes two files of 4 MiB, and one per 4 MiB of the ranks' addresses; the file of secret.py is small.
-_OPEN_MPI_BYTES, _OFFER_BYTES = 16 << 20, 4 << 10
+_OPEN_MPI_BYTES = 16 << 20
+_OFFER_BYTES = 4 << 10
 
 
 @dataclass(frozen=True)

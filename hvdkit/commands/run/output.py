@@ -65,7 +65,8 @@ class OutputWriter:
         head, _, tail = rest.rstrip(b"\r").rpartition(b"\r")
         rest = (tail or head) + (b"\r" if rest.endswith(b"\r") else b"")
         if len(rest) > LONGEST_LINE:
-            lines, rest = [*lines, rest], b""
+            lines = [*lines, rest]
+            rest = b""
         self._partial[rank, channel] = rest
         tag = b"[rank %d] " % rank
         on_terminal = rank == 0 and channel in self._terminals
@@ -84,7 +85,8 @@ class OutputWriter:
         if not self._bar or channel not in self._terminals:
             self._put(channel, data)
             return
-        bar, self._bar = self._bar, b""
+        bar = self._bar
+        self._bar = b""
         self._put(channel, CLEAR + data)
         self._show(bar)
 

@@ -92,7 +92,8 @@ def run(job: Job, program: Sequence[str], output: OutputWriter) -> int:
 
 
 def _attempts(job: Job, program: Sequence[str], output: OutputWriter, signals: Signals) -> int:
-    config, hosts = job.config, job.first_hosts()
+    config = job.config
+    hosts = job.first_hosts()
     network, answers = job.network(hosts)
     if (stopped := signals.wait(0)) is not None:  # Ctrl-C also ends ssh, which is not the hosts' fault
         return shell_code(-stopped)

@@ -45,7 +45,9 @@ class PrivateFile:
     """
 
     def __init__(self, text: str, remote: Remote, others: Sequence[str] = (), timeout: float = 15.0) -> None:
-        self._others, self._remote, self._timeout = others, remote, timeout
+        self._others = others
+        self._remote = remote
+        self._timeout = timeout
         try:
             self.path = Path(tempfile.mkdtemp(prefix="hvdkit-run-", dir=_SHARED_FOLDER if others else None)) / "offer"
             self.path.touch(mode=0o600, exist_ok=False)

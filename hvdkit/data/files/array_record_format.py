@@ -63,7 +63,8 @@ def _require_first_process() -> None:
     global _first_process
     _first_process = _first_process or os.getpid()
     if os.getpid() != _first_process:
-        got, remedy = "a process forked after it had read", "start processes with the method 'spawn'"
+        got = "a process forked after it had read"
+        remedy = "start processes with the method 'spawn'"
         raise RuntimeError(describe("array_record", got, "the process that read first", remedy))
 
 

@@ -165,7 +165,8 @@ def _taken_ragged(parts: Sequence[BlockRows], rows: int) -> Any:
         within = np.arange(size.sum()) - np.repeat(np.cumsum(size) - size, size)
         values[np.repeat(starts[places], size) + within] = block.values[np.repeat(block.splits[each], size) + within]
     splits = aligned_empty([rows + 1], np.int64)
-    splits[0], splits[1:] = 0, ends
+    splits[0] = 0
+    splits[1:] = ends
     return tf.RaggedTensor.from_row_splits(tensor_of(values), tensor_of(splits), validate=False)
 
 

@@ -88,7 +88,8 @@ def list_files(paths: Paths, suffixes: Sequence[str] = ()) -> list[File]:
 def _nothing_found(path: str, suffixes: Sequence[str]) -> ValueError:
     others = len(_found_at(path, ())[1]) if suffixes and path else 0
     if others:
-        got, expected = f"{path}, a folder with {others} other files", f"files that end in {' or '.join(suffixes)}"
+        got = f"{path}, a folder with {others} other files"
+        expected = f"files that end in {' or '.join(suffixes)}"
         return ValueError(describe("paths", got, expected, "pass a pattern to read them, e.g. 'folder/*'"))
     remedy = "check the spelling, and that this host sees the files"
     return ValueError(describe("paths", path or "''", "a file, a folder with files or a pattern", remedy))
@@ -100,7 +101,8 @@ def names_of(paths: Paths, files: Sequence[File]) -> list[str]:
     They are the same on hosts that have the files in different folders, and do not change if files are added to a
     folder or pattern.
     """
-    urls, folders = {file.url for file in files}, []
+    urls = {file.url for file in files}
+    folders = []
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
         filesystem, name = filesystem_of(os.fspath(path))
         url = name if is_local(filesystem) else filesystem.unstrip_protocol(name).rstrip("/")
@@ -122,7 +124,8 @@ def _found_at(path: str, suffixes: tuple[str, ...]) -> tuple[AbstractFileSystem,
     """Return the file system of a path, and the files there, by name."""
     filesystem, name = filesystem_of(path)
     filesystem.invalidate_cache()  # of earlier listings
-    root, found = name, {}
+    root = name
+    found = {}
     wildcard = _WILDCARDS.search(name)
     is_http = "http" in filesystem.protocol
     is_page = is_http and name.endswith("/")  # with links to files

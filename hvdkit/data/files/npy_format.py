@@ -63,7 +63,8 @@ def _header_of(file: OpenFile) -> _Header:
     Raises:
         DataError: The file is no array ``[n, ...]``, or is shorter than its header claims.
     """
-    url, size = file.file.url, file.file.size
+    url = file.file.url
+    size = file.file.size
     if file.read(0, min(size, 4)) == b"PK\x03\x04":
         raise DataError(f"{url} is an archive of arrays (.npz); save each with np.save")
     try:
@@ -99,8 +100,11 @@ class _RemoteRows:
         if header.is_fortran and len(header.shape) > 1:
             problem = "its columns are contiguous, not its rows; save np.ascontiguousarray(array)"
             raise DataError(f"{file.file.url} is not a whole .npy file of numbers: {problem}")
-        self._file, self._start = file, header.start
-        self.shape, self.dtype, self.nbytes = header.shape, header.dtype, header.nbytes
+        self._file = file
+        self._start = header.start
+        self.shape = header.shape
+        self.dtype = header.dtype
+        self.nbytes = header.nbytes
 
     def __len__(self) -> int:
         return self.shape[0]

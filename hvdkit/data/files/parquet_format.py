@@ -40,11 +40,13 @@ class ParquetFormat:
     reads_rows = False
 
     def __init__(self, columns: Sequence[str] | None, fill: Mapping[str, Any]):
-        self._columns, self._fill = None if columns is None else list(columns), dict(fill)
+        self._columns = None if columns is None else list(columns)
+        self._fill = dict(fill)
 
     def scan(self, file: File) -> FileLayout:
         with opened_as(file, _opened) as opened:
-            schema, metadata = opened.schema, opened.metadata
+            schema = opened.schema
+            metadata = opened.metadata
             in_folders = columns_in(file.url)  # of the path; those that the file has as well count as the file's
             names = schema.names if self._columns is None else self._columns
             names = [name for name in names if name in schema.names or name not in in_folders]
@@ -111,7 +113,8 @@ class ParquetFormat:
             milliseconds = opened.read(block, names)
         for name in names:
             times = _integers(table.column(name))
-            fine, coarse = _integers(nanoseconds.column(name)), _integers(milliseconds.column(name))
+            fine = _integers(nanoseconds.column(name))
+            coarse = _integers(milliseconds.column(name))
             for wrong, problem in (
                 (fine - 1000 * times != 0, "has nanoseconds, expected whole microseconds"),
                 (times // 1000 != coarse, "is beyond 64 bits of microseconds"),
@@ -153,7 +156,8 @@ def _require_short_texts(
             for number, group in enumerate(groups):
                 column = group.column(i)
                 if (size := _memory_of_text(column) - _INDEX_BYTES * column.num_values) > _MOST_TEXT_IN_LISTS:
-                    got, expected = f"{size:,} bytes of text in lists", f"at most {_MOST_TEXT_IN_LISTS:,}"
+                    got = f"{size:,} bytes of text in lists"
+                    expected = f"at most {_MOST_TEXT_IN_LISTS:,}"
                     where = f"column {name!r} of row group {number} of {file.url}"
                     raise DataError(describe(where, got, expected, "write row groups of fewer rows"))
 
@@ -162,7 +166,8 @@ def _memory(schema: pq.ParquetSchema, group: pq.RowGroupMetaData, leaves: Mappin
     """Return the memory that columns of a row group take, approximately. Encoded, they may be much smaller."""
     size = 0
     for i in (i for inner in leaves.values() for i in inner):
-        column, kind = group.column(i), schema.column(i)
+        column = group.column(i)
+        kind = schema.column(i)
         if (width := _WIDTHS.get(kind.physical_type)) is not None:
             size += width * column.num_values
         elif kind.logical_type.type == "FLOAT16":
@@ -174,7 +179,8 @@ def _memory(schema: pq.ParquetSchema, group: pq.RowGroupMetaData, leaves: Mappin
 
 def _memory_of_text(column: pq.ColumnChunkMetaData) -> int:
     """Return the bytes of a column's strings: as encoded; of indices, at least as if all had the length of one."""
-    encoded, values = column.total_uncompressed_size, column.num_values
+    encoded = column.total_uncompressed_size
+    values = column.num_values
     if not column.has_dictionary_page or encoded > _INDEX_BYTES * values:
         return encoded
     try:
@@ -228,7 +234,8 @@ class _Opened:
                 page_checksum_verification=True,
                 coerce_int96_timestamp_unit=unit,
             )
-            self.schema, self.metadata = self._file.schema_arrow, self._file.metadata
+            self.schema = self._file.schema_arrow
+            self.metadata = self._file.metadata
             schema = self.metadata.schema
             dates = {i for i in range(len(schema)) if schema.column(i).physical_type == "INT96"}
             leaves = _leaves(schema, self.schema.names) if dates else {}

@@ -49,7 +49,8 @@ class PathColumns:
     def __init__(self, columns: Sequence[str] | None, fill: Mapping[str, Any], names: Sequence[str]):
         first = columns_in(names[0])
         self.names = [name for name in first if columns is None or name in columns]
-        self._requested, self._fill = columns, dict(fill)
+        self._requested = columns
+        self._fill = dict(fill)
         values = self._texts(names)
         self._types = {name: pa.int32() if _are_int32(values[name]) else pa.string() for name in self.names}
 
@@ -94,7 +95,8 @@ class PathColumns:
         for each, columns in zip(names, found, strict=True):
             requested = [name for name in columns if self._requested is None or name in self._requested]
             if requested != self.names:
-                got, expected = f"{requested} in {each}", f"{self.names}, as in {names[0]}"
+                got = f"{requested} in {each}"
+                expected = f"{self.names}, as in {names[0]}"
                 remedy = "pass one such table, or leave the columns out with columns="
                 raise ValueError(describe("columns in folders", got, expected, remedy))
         return {name: [columns[name] for columns in found] for name in self.names}

@@ -131,7 +131,8 @@ def _check(file: File, start: int, stop: int, content_range: str | None, tag: st
     if total not in ("*", str(file.size)):
         raise DataError(f"{file.url} has changed since it was listed: {file.size} bytes, then {total} bytes")
     if found is None or (int(found[1]), int(found[2])) != (start, stop - 1):
-        got, expected = f"an answer with {content_range!r}", f"'bytes {start}-{stop - 1}/{file.size}', as requested"
+        got = f"an answer with {content_range!r}"
+        expected = f"'bytes {start}-{stop - 1}/{file.size}', as requested"
         raise DataError(describe(file.url, got, expected, _COPY))
 
 

@@ -51,13 +51,15 @@ def in_order(function: Callable[[T], U], items: Iterable[T], at_end: Callable[[]
     Raises:
         RuntimeError: The process has been forked; threads exist in its parent only.
     """
-    workers, process = threads(), os.getpid()
+    workers = threads()
+    process = os.getpid()
     executor = ThreadPoolExecutor(workers, "hvdkit-read")
     pending: deque[Future[U]] = deque()
 
     def next_result() -> U:
         if os.getpid() != process:
-            got, expected = "a process forked within an epoch", "the process that began the epoch"
+            got = "a process forked within an epoch"
+            expected = "the process that began the epoch"
             remedy = "start processes with the method 'spawn', and create the data in them"
             raise RuntimeError(describe("GlobalBatches", got, expected, remedy))
         result = pending[0].result()
@@ -95,9 +97,12 @@ class BlockCache:
     """
 
     def __init__(self, load: Callable[[int], Any], block_rows: np.ndarray, *, keep: bool = False):
-        self._load, self._block_rows, self._keep = load, block_rows, keep
+        self._load = load
+        self._block_rows = block_rows
+        self._keep = keep
         self._blocks: OrderedDict[int, _KeptBlock] = OrderedDict()  # the least recently used first
-        self._lock, self._batches = threading.Lock(), 0
+        self._lock = threading.Lock()
+        self._batches = 0
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -114,7 +119,8 @@ class BlockCache:
         with self._lock:
             found = self._blocks.pop(block, None)
             kept = found or _KeptBlock()
-            kept.last_batch, kept.used = self._batches, kept.used + rows
+            kept.last_batch = self._batches
+            kept.used = kept.used + rows
             if self._keep or kept.used < self._block_rows[block]:
                 self._blocks[block] = kept
         if found is None:

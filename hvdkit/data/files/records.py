@@ -19,7 +19,8 @@ from hvdkit.errors import DataError, describe
 from hvdkit.machine.terminal import printable
 
 BLOCK_BYTES = 2**20
-_LEAST_BLOCK_BYTES, _BLOCKS_OF_SMALL_FILE = 2**16, 64
+_LEAST_BLOCK_BYTES = 2**16
+_BLOCKS_OF_SMALL_FILE = 64
 _MOST_RECORDS = 2**16
 _MOST_MAPS = 128
 _MOST_OFFSET_BYTES = 2**26  # of the offsets of small files in memory; those of others are read from their caches again
@@ -170,7 +171,9 @@ class RecordFormat(ABC):
 
     def _find_damaged(self, source: OpenFile) -> np.ndarray:
         """Return the numbers of the records that cannot be read, uint64."""
-        offsets, damaged, first = self._offsets_of(source.file), [], 0
+        offsets = self._offsets_of(source.file)
+        damaged = []
+        first = 0
         while first < (records := len(offsets) - 1):
             after = min(records, int(np.searchsorted(offsets, offsets[first] + np.uint64(BLOCK_BYTES))))
             run = np.arange(first, max(after, first + 1))
@@ -209,7 +212,8 @@ class RecordFormat(ABC):
 def read_pieces(source: OpenFile, starts: np.ndarray, ends: np.ndarray) -> list[bytes]:
     """Return parts of a file, ascending. Those that are close together are read at once."""
     breaks = (np.flatnonzero(starts[1:] - ends[:-1] > _GAP) + 1).tolist()
-    first_bytes, last_bytes = starts.tolist(), ends.tolist()
+    first_bytes = starts.tolist()
+    last_bytes = ends.tolist()
     pieces = []
     for first, last in zip([0, *breaks], [*breaks, len(starts)], strict=True):
         start = first_bytes[first]

@@ -61,7 +61,8 @@ def read(filesystem: Any, name: str, file: File, start: int, size: int) -> bytes
 
 
 def _chunk(filesystem: Any, name: str, file: File, number: int) -> bytes:
-    start, stop = number * _CHUNK, min((number + 1) * _CHUNK, file.size)
+    start = number * _CHUNK
+    stop = min((number + 1) * _CHUNK, file.size)
     version = file.version or _UNKNOWN_VERSION
     path = folder() / xxhash.xxh3_128_hexdigest(f"{file.url} {file.size} {version} {number}".encode())
     if (kept := _kept(path, stop - start)) is not None:

@@ -61,7 +61,9 @@ class Scan(NamedTuple):
             return self._shown_arguments(), digest(_names_and_sizes(files)), unknown
 
         if cluster.is_initialized():
-            exchange, rank, size = cluster.exchange(), cluster.rank(), cluster.size()
+            exchange = cluster.exchange()
+            rank = cluster.rank()
+            size = cluster.size()
             ranks = agreement.gather(exchange, "a list of data files", listed, error=DataError)
             _compare([arguments for arguments, _, _ in ranks])
             if len({each for _, each, _ in ranks}) > 1:

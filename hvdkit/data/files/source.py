@@ -57,7 +57,8 @@ class FileSource:
             raise ValueError(describe("on_error", on_error, "'raise' or 'skip'", "choose one of the two"))
         if isinstance(paths, Iterator):  # they are listed several times
             paths = [*paths]
-        self._scan, self._format = Scan(paths, file_format, on_error, arguments or {}, on_scanned), file_format
+        self._scan = Scan(paths, file_format, on_error, arguments or {}, on_scanned)
+        self._format = file_format
         files = self._scan.files({})
         self._path_columns = None if path_columns is None else path_columns([*files])
         self._use(files)
@@ -67,11 +68,13 @@ class FileSource:
 
     def _use(self, files: Mapping[str, ScannedFile]) -> None:
         self._files = dict(files)
-        self.files, self.layouts = [each.file for each in files.values()], [each.layout for each in files.values()]
+        self.files = [each.file for each in files.values()]
+        self.layouts = [each.layout for each in files.values()]
         read = [(file, layout) for file, layout in files.values() if any(layout.block_rows)]
         for file, layout in read:
             if layout.kind != read[0][1].kind:
-                got, expected = f"{layout.kind} in {file.url}", f"{read[0][1].kind}, as in {read[0][0].url}"
+                got = f"{layout.kind} in {file.url}"
+                expected = f"{read[0][1].kind}, as in {read[0][0].url}"
                 raise ValueError(describe("paths", got, expected, "give files of one schema, or choose columns"))
         self._path_values = {} if self._path_columns is None else self._path_columns.values([*files])
         rows = [np.array(layout.block_rows, np.int64) for layout in self.layouts]
@@ -144,7 +147,8 @@ class FileSource:
             return 1
         if self._is_kept(shuffle):
             return size
-        block_rows, local_rows = self.examples / self._first_blocks[-1], batch_size / size
+        block_rows = self.examples / self._first_blocks[-1]
+        local_rows = batch_size / size
         # In order, the ranks share each block; shuffled, a batch has about one row of a block.
         return block_rows if shuffle.seed is not None else max(1, min(size, block_rows / local_rows))
 
@@ -174,7 +178,8 @@ class FileSource:
             >>> rows = hk.data.parquet("clicks/")  # doctest: +SKIP
             >>> pairs = rows.map(lambda batch: (batch["items"], batch["label"]))  # doctest: +SKIP
         """
-        other, before = copy.copy(self), self._mapped
+        other = copy.copy(self)
+        before = self._mapped
         other._mapped = function if before is None else lambda batch: function(before(batch))
         other.structure = other.read(np.zeros(2, np.int64))
         for leaf in optree.tree_leaves(other.structure, none_is_leaf=True) or [other.structure]:
@@ -313,12 +318,15 @@ def _pieces(indices: np.ndarray, starts: np.ndarray) -> Iterator[tuple[int, _Row
     """
     run = _slice_if_run(indices)
     if isinstance(run, slice):  # in order, this takes less time than the copy of the rows
-        first, number = run.start, int(np.searchsorted(starts, run.start, side="right")) - 1
+        first = run.start
+        number = int(np.searchsorted(starts, run.start, side="right")) - 1
         while first < run.stop:
-            start, stop = int(starts[number]), min(run.stop, int(starts[number + 1]))
+            start = int(starts[number])
+            stop = min(run.stop, int(starts[number + 1]))
             if first < stop:
                 yield number, slice(first - start, stop - start), slice(first - run.start, stop - run.start)
-            first, number = stop, number + 1
+            first = stop
+            number = number + 1
         return
     places = np.argsort(indices, kind="stable")
     ascending = indices[places]
@@ -331,7 +339,8 @@ def _pieces(indices: np.ndarray, starts: np.ndarray) -> Iterator[tuple[int, _Row
 
 def _slice_if_run(rows: np.ndarray) -> _Rows:
     """Return rows that follow each other as a slice, others unchanged."""
-    first, last = int(rows[0]), int(rows[-1]) + 1
+    first = int(rows[0])
+    last = int(rows[-1]) + 1
     return slice(first, last) if last - first == len(rows) and (np.diff(rows) == 1).all() else rows
 
 

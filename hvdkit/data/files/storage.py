@@ -119,7 +119,8 @@ class _Raw(io.RawIOBase):
     """An open file as Python's file object, which allocates no more memory than the file has bytes."""
 
     def __init__(self, file: OpenFile):
-        self._file, self._position = file, 0
+        self._file = file
+        self._position = 0
 
     def readable(self) -> bool:
         return True

@@ -57,7 +57,8 @@ class LineFormat(RecordFormat):
         size = file.file.size
         if file.read(0, min(size, 2)) in _UTF_16:
             raise DataError(f"{file.file.url} is UTF-16; convert it with `iconv -f UTF-16 -t UTF-8`")
-        found, data = [np.zeros(1, np.uint64)], b"\n"
+        found = [np.zeros(1, np.uint64)]
+        data = b"\n"
         for start in range(0, size, _CHUNK):
             data = file.read(start, min(_CHUNK, size - start))
             ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n"))
@@ -113,7 +114,8 @@ class DelimitedFormat(LineFormat):
     ) -> None:
         super().__init__(header_lines, on_error, expects_newline=expects_newline)
         self._types = {name: _arrow_type(name, dtype) for name, dtype in columns.items()}
-        self._delimiter, self._fill = delimiter, dict(fill)
+        self._delimiter = delimiter
+        self._fill = dict(fill)
         self._parse_options = csv.ParseOptions(delimiter=delimiter, quote_char=False, ignore_empty_lines=False)
         self._convert_options = csv.ConvertOptions(column_types=self._types, strings_can_be_null=False)
         self.damage_key += f", of {len(columns)} values between {delimiter!r}"
@@ -134,7 +136,8 @@ class DelimitedFormat(LineFormat):
         """Return columns."""
         offsets = self._offsets_of(source.file)
         breaks = np.flatnonzero(np.diff(numbers) != 1) + 1  # lines that follow each other are one piece
-        first, last = numbers[[0, *breaks]], numbers[[*(breaks - 1), -1]]
+        first = numbers[[0, *breaks]]
+        last = numbers[[*(breaks - 1), -1]]
         text = b"".join(read_pieces(source, offsets[first].astype(np.int64), offsets[last + 1].astype(np.int64)))
         # Arrow drops a mark only from the start of the text, which depends on the rows that are read.
         has_marks = _MARK in text
@@ -219,8 +222,10 @@ class DelimitedFormat(LineFormat):
         return taken_columns(parts, rows)
 
 
-CRITEO_COUNTS, CRITEO_CATEGORIES = 13, 26
-_MOST_DIGITS, _NO_DIGIT = 8, 255
+CRITEO_COUNTS = 13
+CRITEO_CATEGORIES = 26
+_MOST_DIGITS = 8
+_NO_DIGIT = 255
 _HEX = frozenset(string.hexdigits.encode())
 _DIGITS = bytes(int(chr(byte), 16) if byte in _HEX else _NO_DIGIT for byte in range(256))
 """Maps characters to digits."""
@@ -233,7 +238,8 @@ class CriteoFormat(DelimitedFormat):
 
     def __init__(self, on_error: OnError, *, expects_newline: bool = False) -> None:
         counts = [f"count_{i}" for i in range(CRITEO_COUNTS)]
-        self._counts, self._categories = counts, [f"category_{i}" for i in range(CRITEO_CATEGORIES)]
+        self._counts = counts
+        self._categories = [f"category_{i}" for i in range(CRITEO_CATEGORIES)]
         columns = {"label": "int32", **dict.fromkeys(counts, "float32"), **dict.fromkeys(self._categories, "S8")}
         super().__init__(
             columns, "\t", 0, {"label": 0, **dict.fromkeys(counts, 0)}, on_error, expects_newline=expects_newline

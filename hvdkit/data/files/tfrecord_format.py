@@ -21,11 +21,14 @@ from hvdkit.data.files.records import Parse, Parser, RecordFormat, in_places
 from hvdkit.data.files.storage import OpenFile
 from hvdkit.errors import DataError
 
-_HEADER, _FOOTER = 12, 4  # bytes
+# bytes
+_HEADER = 12
+_FOOTER = 4
 _ZLIB_BYTES = 4096  # of the start of a file, which are decompressed to recognize zlib
 T = TypeVar("T", int, np.ndarray)
 # Bytes that are read ahead to find the lengths of short records.
-_LEAST_AHEAD, _MOST_AHEAD = 2**12, 2**24
+_LEAST_AHEAD = 2**12
+_MOST_AHEAD = 2**24
 
 
 class TFRecordFormat(RecordFormat):
@@ -42,15 +45,21 @@ class TFRecordFormat(RecordFormat):
 
     def find_offsets(self, file: OpenFile) -> np.ndarray:
         """Return the offset of each record, and the end, from the lengths of all records."""
-        url, size = file.file.url, file.file.size
+        url = file.file.url
+        size = file.file.size
         file.refuse_compressed()
         _refuse_zlib(file)
-        offsets, position, chunk, start, ahead = [0], 0, b"", 0, _LEAST_AHEAD
+        offsets = [0]
+        position = 0
+        chunk = b""
+        start = 0
+        ahead = _LEAST_AHEAD
         while position < size:
             if position + _HEADER > start + len(chunk):
                 is_next = position <= start + len(chunk)  # otherwise records are longer than what is read
                 ahead = min(2 * ahead, _MOST_AHEAD) if is_next else _LEAST_AHEAD
-                start, chunk = position, file.read(position, min(ahead, size - position))
+                start = position
+                chunk = file.read(position, min(ahead, size - position))
             header = chunk[position - start : position - start + _HEADER]
             problem = f"{url} ends within record {len(offsets) - 1}, at byte {size}; it is not complete"
             if len(header) == _HEADER:
