@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import tensorflow as tf
+
 from hvdkit import cluster
 from hvdkit.collectives.weak_registry import WeakRegistry
 
@@ -29,21 +31,21 @@ def model_number(variables: Sequence[Any], group: cluster.Group | None) -> int:
     when it is created: a rank may create models of which the others know nothing.
 
     Args:
-        variables: the variables of the gradients; None for unknown ones.
+        variables: the variables of the gradients; None for unknown ones, or tensors, which are new in each trace.
         group: the ranks that combine them; None for all.
 
     Returns:
-        The number; 1 if the first variable is unknown.
+        The number; 1 if the first one is no variable.
     """
-    if not variables or variables[0] is None:
+    first = variables[0] if variables else None
+    inner = getattr(first, "_value", first)
+    if not isinstance(inner, tf.Variable):
         return 1
-    inner = getattr(variables[0], "_value", None)
-    first = variables[0] if inner is None else inner
     ranks = None if group is None else tuple(group.ranks)
-    numbers = _NUMBERS.get(first)
+    numbers = _NUMBERS.get(inner)
     if numbers is None:
         numbers = {}
-        _NUMBERS.set(first, numbers)
+        _NUMBERS.set(inner, numbers)
     if ranks not in numbers:
         numbers[ranks] = _USED[ranks] % _LARGEST + 1
         _USED[ranks] += 1

@@ -25,6 +25,18 @@ def test_two_calls_in_one_function_do_not_meet(rank, size):
     assert [r.numpy().tolist() for r in results] == [[v] * 3 for v in (total, 10 * total, size - 1, 10 * (size - 1))]
 
 
+def test_gradients_of_tensors_in_a_function_that_one_rank_traces_again(rank, size):
+    @tf.function
+    def step(x, rows):
+        with hk.DistributedGradientTape(tf.GradientTape()) as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(x * x) * tf.reduce_mean(rows)
+        return tape.gradient(loss, [x])[0]
+
+    for rows in (3, 3 + (rank == size - 1)):
+        assert step(tf.constant([1.0, 2.0]), tf.ones([rows])).numpy().tolist() == [2.0, 4.0]
+
+
 def test_name_scopes_and_layers_may_differ_between_ranks(rank, size):
     """A chief that created one model and optimizer more than its peers must not wait for them."""
     if rank == 0:
