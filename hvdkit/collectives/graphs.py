@@ -47,7 +47,8 @@ def op_name(name: str, ranks: Sequence[int] | None) -> str:
     # Not a collection of the graph, which a graph inherits from the one in which it is traced.
     traced = _COLLECTIVES.get(graph)
     if traced is None:
-        _COLLECTIVES.set(graph, traced := [])
+        traced = []
+        _COLLECTIVES.set(graph, traced)
     traced.append(name)
     outermost = graph
     while _is_inside(outermost):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+if TYPE_CHECKING:
+    import keras
 
-def config_of(optimizer: Any) -> dict[str, Any]:
+
+def config_of(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
     """Return the config of an optimizer; its public attributes if it or its learning rate schedule has no config.
 
     Keras needs configs only for saving, so schedules that users write often have none.

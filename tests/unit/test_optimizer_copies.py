@@ -510,7 +510,7 @@ WRONG_GRADIENTS = {
     "an object": ([object()], TypeError, r"grads\[0\]: got object"),
     "words in an array": ([np.array(["a"])], TypeError, r"grads\[0\]: got dtype <U1"),
     "ragged": ([[1.0, [2.0]]], TypeError, r"grads\[0\]: got a list that is not a tensor"),
-    "a variable": ([tf.Variable(1.0)], TypeError, r"grads\[0\]"),
+    "a variable of whole numbers": ([tf.Variable(1)], TypeError, r"grads\[0\]: got int32"),
     "whole numbers": ([np.array([1])], TypeError, r"grads\[0\]: got int64"),
     "complex": ([np.array([1j])], TypeError, r"grads\[0\]: got dtype complex128"),
     "a dict": ({"w": tf.ones([2])}, TypeError, "grads: got dict"),
