@@ -60,21 +60,23 @@ STOP = threading.Event()
 TIMED = {"test_hosts.py": "jobs on hosts, timed", "test_one_host.py": "jobs here, timed"}
 RECORDED = ROOT / "tests" / "seconds.json"
 """Seconds of each launch of a tier, written by --record: the longest launch starts first."""
-# Files that cover every kind of exchange: under Gloo only the exchange differs.
+# Under Gloo only the exchange differs: files about each kind of exchange, and at night those about what uses it.
 UNDER_GLOO = (
-    "test_checkpoint.py",
     "test_cluster.py",
     "test_collective_gradients.py",
     "test_collective_rules.py",
     "test_collectives.py",
+    "test_gradients.py",
+    "test_mismatch.py",
+    "test_process_sets.py",
+)
+UNDER_GLOO_AT_NIGHT = (
+    "test_checkpoint.py",
     "test_divergence.py",
     "test_embedding_collection.py",
     "test_fit.py",
-    "test_gradients.py",
     "test_graphs.py",
-    "test_mismatch.py",
     "test_partitioned_variable.py",
-    "test_process_sets.py",
     "test_sparse_gradients.py",
     "test_supervisor.py",
     "test_variables.py",
@@ -144,7 +146,8 @@ def launches(config: Config, folder: Path) -> list[Launch]:
         if config.tier == "rest" and not config.k:  # the core has no launch under Gloo
             pytest = [*python, "--tier", "all"]
         horovodrun = [program("horovodrun"), "--gloo", "-np", str(n)]
-        command = to_files(pytest, path, "HOROVOD_RANK", [f"tests/parallel/{name}" for name in UNDER_GLOO])
+        files = [*UNDER_GLOO, *(UNDER_GLOO_AT_NIGHT if config.tier == "nightly" or config.k else ())]
+        command = to_files(pytest, path, "HOROVOD_RANK", [f"tests/parallel/{name}" for name in files])
         listed.append(Launch(f"np={n}, Gloo", n, [*horovodrun, *command], path))
     return listed
 
