@@ -7,6 +7,7 @@ import os
 import selectors
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Mapping
@@ -122,9 +123,12 @@ class EngineProcess:
     def remove_files(self) -> None:
         """Remove the folder of Open MPI's mpirun, of 8 MiB or more, if it was killed before it could do so.
 
-        Called after its end. Source: ``orte_session_dir`` of Open MPI 4.
+        Called after its end. TMPDIR may be shared with other hosts, so the folder's name must be that of this host.
+        Source: ``orte_session_dir`` of Open MPI 4.
         """
-        for folder in self._temporary.glob(f"ompi.*.{os.getuid()}/pid.{self._process.pid}"):
+        host = socket.gethostname()
+        for name in {host, host.partition(".")[0]}:
+            folder = self._temporary / f"ompi.{name}.{os.getuid()}" / f"pid.{self._process.pid}"
             shutil.rmtree(folder, ignore_errors=True)
             with contextlib.suppress(OSError):  # other jobs have folders there
                 folder.parent.rmdir()

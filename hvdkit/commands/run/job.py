@@ -196,7 +196,8 @@ def _command_for_script(program: Sequence[str], config: RunConfig) -> str:
     for option in ("-np", "--np"):
         if option in words[:-1]:
             index = words.index(option)
-            ranks = ranks or int(words[index + 1]) if words[index + 1].isdecimal() else ranks
+            if ranks is None and words[index + 1].isdecimal():
+                ranks = int(words[index + 1])
             del words[index : index + 2]
     return f"hvdkit run -np {ranks or 2} -- python {shlex.join(words)}"
 
