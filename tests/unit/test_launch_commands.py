@@ -512,13 +512,15 @@ def test_the_manifest_is_an_mpijob_and_the_one_to_copy_is_made_so():
 
 def test_what_a_killed_mpirun_leaves_is_removed(tmp_path):
     """Open MPI 4 has a folder of 8 MiB for each mpirun, with its PID, which it cannot remove after SIGKILL."""
-    base = tmp_path / f"ompi.node1.{os.getuid()}"
-    script = f"mkdir -p {base}/pid.$$/1 {base}/pid.1; touch {base}/pid.$$/1/data; kill -9 $$"
+    here = tmp_path / f"ompi.{socket.gethostname()}.{os.getuid()}"
+    elsewhere = tmp_path / f"ompi.{socket.gethostname()}-other.{os.getuid()}"  # if hosts share TMPDIR
+    script = f"mkdir -p {here}/pid.$$/1 {here}/pid.1 {elsewhere}/pid.$$; touch {here}/pid.$$/1/data; kill -9 $$"
     line = CommandLine(("sh", "-c", script))
     with selectors.DefaultSelector() as selector:
         output = OutputWriter({})
         engine = EngineProcess("mpirun", line, {**os.environ, "TMPDIR": str(tmp_path)}, selector, output)
         wait_until(lambda: engine.code is not None)
-        assert len(list(base.iterdir())) == 2
+        assert len(list(here.iterdir())) == 2
         engine.remove_files()
-    assert [path.name for path in base.iterdir()] == ["pid.1"]  # of another job
+    assert [path.name for path in here.iterdir()] == ["pid.1"]  # of another job
+    assert len(list(elsewhere.iterdir())) == 1
