@@ -75,7 +75,7 @@ def _array(y: tf.Tensor | np.ndarray) -> np.ndarray:
     return np.asarray(y.numpy() if isinstance(y, tf.Tensor) else y)
 
 
-def untracked_variable(value: int | np.ndarray, dtype: tf.DType, name: str) -> tf.Variable:
+def untracked_variable(value: float | np.ndarray, dtype: tf.DType, name: str) -> tf.Variable:
     """Return a variable on the CPU that can also be created while a function is traced.
 
     ``tf.function`` tracks each ``tf.Variable`` created in its first trace, even under ``tf.init_scope``, and then

@@ -13,6 +13,7 @@ from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops import control_flow_v2_func_graphs as func_graphs
 
 from hvdkit.cluster.progress import is_user_file
+from hvdkit.collectives.conversion import untracked_variable
 from hvdkit.collectives.graph_recorder import depending_on
 from hvdkit.collectives.weak_registry import WeakRegistry
 from hvdkit.errors import HvdkitError, describe, see
@@ -25,6 +26,7 @@ _BRANCHES_AND_LOOPS = (
 )
 _DERIVED = re.compile(r"__(?:forward|backward|inference)_")  # TensorFlow's prefixes of functions derived from another
 _COLLECTIVES: WeakRegistry[list[str]] = WeakRegistry()  # of each graph, in tracing order
+_CALLS: dict[str, tf.Variable] = {}  # of inner functions, by name
 
 
 def op_name(name: str, ranks: Sequence[int] | None) -> str:
@@ -41,9 +43,7 @@ def op_name(name: str, ranks: Sequence[int] | None) -> str:
         HvdkitError: inside ``jit_compile=True``.
     """
     refuse_xla()
-    graph = tf.compat.v1.get_default_graph()
-    while isinstance(graph, _BRANCHES_AND_LOOPS):
-        graph = graph.outer_graph
+    graph = function_graph()
     # Not a collection of the graph, which a graph inherits from the one in which it is traced.
     traced = _COLLECTIVES.get(graph)
     if traced is None:
@@ -61,6 +61,14 @@ def op_name(name: str, ranks: Sequence[int] | None) -> str:
         return full
     # Groups of a mesh run theirs concurrently. The ranks in the name distinguish them in a profile.
     return f"{full}.ranks_{ranks[0]}_to_{ranks[-1]}_by_{ranks[1] - ranks[0]}"
+
+
+def function_graph() -> tf.Graph:
+    """Return the graph of the function that is being traced, also inside its branches and loops."""
+    graph = tf.compat.v1.get_default_graph()
+    while isinstance(graph, _BRANCHES_AND_LOOPS):
+        graph = graph.outer_graph
+    return graph
 
 
 def _function_name(graph_name: str) -> str:
@@ -151,11 +159,25 @@ def run_in_step(result: tf.Tensor) -> None:
     Horovod does not declare its ops as stateful. So TensorFlow would prune collectives whose result a rank does not
     use. It would also run a node again, in the next iteration of a loop or in a function called twice, while its first
     run is still in progress, which Horovod rejects. An assertion about the result counts as a side effect. It
-    serializes only iterations and calls of functions, not the other collectives of the same graph.
+    serializes only iterations and steps, not the other collectives of the same graph. TensorFlow runs two calls of an
+    inner function at once if the function uses variables and writes to none, so there the collective also counts its
+    calls in a variable.
     """
     # A constant condition would be pruned, together with everything that only it needs.
     assertion = tf.raw_ops.Assert(condition=true_at_run_time(), data=[tf.reshape(result, [-1])[:1]])
+    effects = [assertion]
+    function = function_graph()
+    if _is_inside(function):
+        with tf.control_dependencies([assertion]):
+            effects.append(_calls_of(_function_name(function.name)).assign_add(1, read_value=False))
     graph = tf.compat.v1.get_default_graph()
     # TensorFlow doesn't order the side effects of most backward passes: the next call would not wait for this one.
     if _DERIVED.match(graph.name or "") and not graph._add_control_dependencies:
-        graph.control_outputs.append(assertion)
+        graph.control_outputs.extend(effects)
+
+
+def _calls_of(name: str) -> tf.Variable:
+    """Return the number of collectives that the inner functions called ``name`` have run on this rank."""
+    if name not in _CALLS:
+        _CALLS[name] = untracked_variable(0, tf.int64, "hvdkit_calls")
+    return _CALLS[name]

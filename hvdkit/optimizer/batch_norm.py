@@ -7,14 +7,13 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.eager import record
 
 from hvdkit import cluster
 from hvdkit.collectives import Average, Sum, allreduce, grouped_allreduce
-from hvdkit.collectives.batch_share import current_factor, times_share
+from hvdkit.collectives.batch_share import current_factor, refuse_outer_tape, times_share
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.collectives.process_sets import RankGroup, resolve
-from hvdkit.errors import HvdkitError, describe
+from hvdkit.errors import describe
 from hvdkit.optimizer.coupled_layers import note_coupled, require_synchronized
 
 _Layer = keras.layers.BatchNormalization
@@ -193,12 +192,7 @@ def _sum_over_ranks(local: tf.Tensor, factor: Any, group: cluster.Group) -> tf.T
     @tf.custom_gradient
     def call(values: tf.Tensor) -> tuple[tf.Tensor, Any]:
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            if record.could_possibly_record():  # an outer tape: it is unknown which loss is weighted
-                got = (
-                    "a second-order gradient through BatchNormalization, with batches that divide unevenly among ranks"
-                )
-                remedy = "use a batch size divisible by the number of ranks, and drop the remainder"
-                raise HvdkitError(describe("synchronized", got, "batches that divide evenly", remedy))
+            refuse_outer_tape("synchronized", "BatchNormalization")
             return tf.math.divide_no_nan(allreduce(times_share(upstream, factor), Sum, process_set=group), factor)
 
         return allreduce(times_share(values, tf.sign(factor)), Sum, process_set=group), gradient

@@ -81,7 +81,7 @@ def check_model(model: Any) -> None:
 def _untraced(step: Any) -> Step:
     """Return the step; if the user has decorated it with ``tf.function``, a copy that has no graph yet.
 
-    A graph is that of the share it was traced for: the graph for equal shares does not weight gradients.
+    A graph that plain ``fit`` has traced averages no gradients.
     """
     is_function = isinstance(step, tf.types.experimental.PolymorphicFunction)
     result: Step = step._clone(None) if is_function else step
@@ -292,10 +292,11 @@ class FitSession:
 
     def _wrap_step(self, step: Step) -> Step:
         """Wrap a step of the model so that it uses this rank's random seeds and tests metrics."""
+        untraced = _untraced(step)
 
         def wrapped_step(data: Any) -> Any:
             with rank_seeds(), self.metric_checks.testing_updates():
-                return _untraced(step)(data)
+                return untraced(data)
 
         return wrapped_step
 

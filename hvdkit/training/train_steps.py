@@ -17,7 +17,7 @@ from keras.src.backend.common.masking import get_keras_mask
 
 from hvdkit import cluster
 from hvdkit.cluster.logs import warn_once
-from hvdkit.collectives.batch_share import share_of_batch
+from hvdkit.collectives.batch_share import current_factor, share_of_batch
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.errors import describe, see
 from hvdkit.optimizer.batch_norm import synchronized_statistics
@@ -68,7 +68,7 @@ class ShareSteps:
             factor = info.get("factor")
             self._create_variables(name, step, data, factor)
             state = StateCombiner(self._model, cluster.group(cluster.DATA)) if name == "train" else None
-            with self._restored_if_empty(factor), share_of_batch(factor), self._global_losses(data, factor):
+            with self._restored_if_empty(factor), share_of_batch(factor), self._global_losses(data):
                 logs = step(data)
             if state is not None:
                 state.combine(factor)
@@ -146,9 +146,14 @@ class ShareSteps:
         is_built = _is_complete(self._model)
         if is_built and (factor is None or not self.may_be_empty):
             return
-        specs = tree.map_structure(lambda x: None if x is None else tf.type_spec_from_value(x), data)
-        with share_of_batch(None):
-            tf.function(step, autograph=False).get_concrete_function(specs)  # no tape records inside init_scope
+
+        @tf.function(autograph=False)  # no tape records inside init_scope
+        def on_share(data: Any, factor: Any) -> None:
+            with share_of_batch(factor), self._global_losses(data):
+                step(data)
+
+        specs = tree.map_structure(lambda x: None if x is None else tf.type_spec_from_value(x), (data, factor))
+        on_share.get_concrete_function(*specs)
         if not is_built:
             with tf.init_scope():
                 self._on_new_variables()
@@ -156,7 +161,7 @@ class ShareSteps:
     # ---- metrics ----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _global_losses(self, data: Any, factor: Any) -> Iterator[None]:
+    def _global_losses(self, data: Any) -> Iterator[None]:
         """Rescale losses to parts of the global loss, and weight means of scalars (loss trackers) by rows."""
         if cluster.group(cluster.DATA).size == 1:
             yield
@@ -164,10 +169,10 @@ class ShareSteps:
         with contextlib.ExitStack() as stack:
 
             def weigh(metrics: list[Any]) -> None:
-                for metric in metrics if factor is not None else ():
+                for metric in metrics:
                     is_function = isinstance(metric, keras.metrics.MeanMetricWrapper)
                     wrap = _weighted_function if is_function else _weighted_update
-                    stack.enter_context(swap_attributes(metric, update_state=wrap(metric, factor)))
+                    stack.enter_context(swap_attributes(metric, update_state=wrap(metric)))
 
             def rescale() -> None:
                 observe = self.row_means.observe_loss
@@ -274,13 +279,14 @@ def _is_own_function(metric: Any) -> bool:
     return not (getattr(function, "__module__", None) or type(function).__module__).startswith("keras.")
 
 
-def _weighted_function(metric: Any, factor: tf.Tensor) -> Callable[..., None]:
+def _weighted_function(metric: Any) -> Callable[..., None]:
     """Return an update that weights a function's result by rows, if it is one number for the batch."""
     update = metric.update_state
 
     def update_state(y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        factor = current_factor()
         value = None
-        if sample_weight is None and get_keras_mask(y_pred) is None:
+        if factor is not None and sample_weight is None and get_keras_mask(y_pred) is None:
             value = metric._fn(y_true, y_pred, **metric._fn_kwargs)
         if value is None or len(value.shape):
             update(y_true, y_pred, sample_weight=sample_weight)
@@ -290,13 +296,13 @@ def _weighted_function(metric: Any, factor: tf.Tensor) -> Callable[..., None]:
     return update_state
 
 
-def _weighted_update(metric: Any, factor: tf.Tensor) -> Callable[..., None]:
+def _weighted_update(metric: Any) -> Callable[..., None]:
     update = metric.update_state
 
     def update_state(values: Any, sample_weight: Any = None) -> None:
         values = tf.convert_to_tensor(values)
         if sample_weight is None and values.shape.rank == 0:
-            sample_weight = factor
+            sample_weight = current_factor()
         update(values, sample_weight=sample_weight)
 
     return update_state

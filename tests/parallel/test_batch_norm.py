@@ -184,7 +184,7 @@ def test_a_gradient_of_a_gradient_equals_one_process(rng, rank, size):
     np.testing.assert_allclose(local_slope, slope[mine], rtol=1e-4, atol=1e-5)
     close(model, reference, hk.average_gradients(local), expected, 1e-4)
     if size > 1:
-        with pytest.raises(hk.HvdkitError, match="second-order gradient"), share_of_batch(tf.constant(1.0)):
+        with pytest.raises(hk.HvdkitError, match="second-order gradient"), share_of_batch(tf.constant(1.0, tf.float64)):
             penalty(model, x[mine])
 
 

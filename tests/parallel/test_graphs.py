@@ -82,6 +82,24 @@ def test_one_function_called_twice_at_once(rank, size):
         assert (float(one), float(ten)) == (size * (size + 1) / 2, 10 * sum(range(size)))
 
 
+def test_a_function_with_variables_called_twice_at_once(rank, size):
+    """TensorFlow orders calls of functions that write to variables, but not of those that only read them."""
+    weight = tf.Variable(tf.fill([50_000], 1.0 + rank))
+    inner = tf.function(lambda x: hk.allreduce(x * weight, hk.Sum))
+
+    @tf.function
+    def outer(x):
+        with tf.GradientTape() as tape:
+            one, ten = inner(x), inner(10 * x)
+            loss = tf.reduce_sum(one) + tf.reduce_sum(ten * one)
+        return one[0], ten[0], tape.gradient(loss, weight)[0]
+
+    total = size * (size + 1) / 2
+    for _ in range(20):
+        found = [float(x) for x in outer(tf.ones([50_000]))]
+        assert found == [total, 10 * total, size * (1 + 20 * total)]
+
+
 def test_loops_whose_turns_do_not_depend_on_each_other(rank, size):
     @tf.function
     def loop(n):

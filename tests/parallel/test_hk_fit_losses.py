@@ -78,7 +78,7 @@ def test_collectives_in_a_loss_weigh_uneven_shares(rng):
 def test_second_gradients_of_collectives_are_refused_on_uneven_shares(rng):
     """It is unknown which loss such a gradient belongs to, and so its weight is unknown."""
     x = tf.constant(rng.normal(size=3))
-    with share_of_batch(tf.constant(0.5)), tf.GradientTape() as outer:
+    with share_of_batch(tf.constant(0.5, tf.float64)), tf.GradientTape() as outer:
         outer.watch(x)
         with tf.GradientTape() as inner:
             inner.watch(x)

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.as_one import compare, line, plain, ported, same_weights
+from helpers.as_one import compare, line, plain, ported, same_logs, same_weights
 
 import hvdkit as hk
 
@@ -91,6 +91,62 @@ def test_layers_that_hold_their_optimizers(rng):
         return model
 
     compare(build, right, np.roll(right, 1, axis=1), batch_size=7, epochs=2, shuffle=False)
+
+
+class Compiled(keras.Model):
+    """A ``train_step`` that calls functions of TensorFlow, which compute, apply and measure."""
+
+    def __init__(self, embedding):
+        super().__init__()
+        self.table = embedding(20, 2, embeddings_initializer="ones")
+        self.dense = keras.layers.Dense(1)
+        self.seen = keras.metrics.Mean("seen")
+
+    @property
+    def metrics(self):
+        return [self.seen]
+
+    def call(self, x):
+        ids = tf.cast(tf.abs(x[:, 0]) * 4, tf.int32)
+        return self.dense(tf.concat([x, self.table(ids)], 1))
+
+    @tf.function
+    def update(self, x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(y - self(x, training=True)))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        self.seen.update_state(loss)
+
+    def train_step(self, data):
+        self.update(*data)
+        return {"seen": self.seen.result()}
+
+    @tf.function
+    def test_step(self, data):
+        x, y = data
+        self.seen.update_state(tf.reduce_mean(tf.square(y - self(x))))
+        return {"seen": self.seen.result()}
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_functions_of_tensorflow_in_a_step(rng, run_eagerly):
+    """Their graphs, of the first batch, serve later ones whose shares are others."""
+    x, y = line(rng)
+
+    def build(embedding):
+        keras.utils.set_random_seed(3)
+        model = Compiled(embedding)
+        model.compile(keras.optimizers.SGD(0.05), run_eagerly=run_eagerly)
+        return model
+
+    one, many = map(build, (keras.layers.Embedding, hk.layers.ShardedEmbedding))
+    for rows, batch_size in ((12, 6), (22, 7), (12, 6)):  # ranks divide those of 6
+        data = x[:rows], y[:rows]
+        options = {"batch_size": batch_size, "epochs": 2, "shuffle": False, "validation_data": data, "verbose": 0}
+        expected = one.fit(*data, **options).history
+        same_logs(hk.fit(many, *data, **options).history, expected)
+    same_weights(many.dense, one.dense)
 
 
 class Accumulating(keras.Model):
