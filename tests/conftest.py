@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers.speed import WAIT
-from helpers.tiers import MARKS, TIERS, selects
+from helpers.tiers import MARKS, TIERS, needs_more_ranks, selects
 
 from hvdkit.machine.launcher import launched_rank
 
@@ -99,11 +99,13 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of the tier that run at this number of ranks."""
-    tier = config.getoption("--tier")
+    """Keep the tests of the tier that run at this number of ranks; without a tier, skip those that need more ranks."""
+    tier, size = config.getoption("--tier"), launched_rank().size
     if tier is None:
+        for item in items:
+            if (reason := needs_more_ranks(size, item)) is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
         return
-    size = launched_rank().size
     kept = [item for item in items if selects(tier, size, item)]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
     items[:] = kept

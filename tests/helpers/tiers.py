@@ -8,9 +8,10 @@
     core     `make test`: ten minutes on two slow cores
     rest     what `all` has in addition
     all      `make test-all`: half an hour
-    nightly  `make test-nightly`: every test; those of tests/parallel at 2 and 3 ranks whatever their mark says
+    nightly  `make test-nightly`: every test; those of tests/parallel also at 2 and 3 ranks
 
-A test of tests/unit is in the core tier unless it is marked otherwise.
+A test of tests/unit is in the core tier unless it is marked otherwise. The lowest number of a mark `ranks` is what the
+test needs: no tier runs it on fewer ranks, and pytest without a tier skips it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def selects(tier: Tier, size: int, item: pytest.Item) -> bool:
     """
     own = tier_of(item)
     if tier == "nightly":
-        return size in _NIGHTLY_RANKS or size in ranks_of(item)
+        return size in ranks_of(item) or (size in _NIGHTLY_RANKS and needs_more_ranks(size, item) is None)
     in_tier = own == "core" if tier == "core" else own == "full" if tier == "rest" else own != "nightly"
     return in_tier and size in ranks_of(item)
 
@@ -50,6 +51,14 @@ def tier_of(item: pytest.Item) -> str:
         if mark.name in _OF_TESTS:
             return mark.name
     return "core" if "unit" in item.path.parts else "full"
+
+
+def needs_more_ranks(size: int, item: pytest.Item) -> str | None:
+    """Return why a test cannot run on ``size`` ranks, or None if it can."""
+    ranks = ranks_of(item)
+    if item.get_closest_marker("ranks") is None or size >= min(ranks):
+        return None
+    return f"needs at least {min(ranks)} ranks, got {size}; it is marked ranks{ranks}"
 
 
 def ranks_of(item: pytest.Item) -> tuple[int, ...]:

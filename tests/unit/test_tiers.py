@@ -65,11 +65,31 @@ def test_each_tier_runs_its_tests(names, folder, tier, expected):
         ("core", 3, ["sizes"]),
         ("all", 3, ["sizes"]),
         ("nightly", 3, EVERY),
+        ("nightly", 2, EVERY),
         ("nightly", 1, ["sizes"]),
     ],
 )
 def test_a_mark_names_the_numbers_of_ranks(names, tier, ranks, expected):
     assert names("parallel", tier, ranks) == expected
+
+
+def test_a_test_never_runs_on_fewer_ranks_than_its_mark_names(names):
+    text = TESTS.replace("ranks(1, 3)", "ranks(3, 4)")
+    assert "sizes" not in names("parallel", "nightly", 2, text)
+    assert names("parallel", "nightly", 3, text) == EVERY
+
+
+def test_without_a_tier_a_test_that_needs_more_ranks_is_skipped(pytester, monkeypatch):
+    monkeypatch.delenv("HVDKIT_TEST_RECORDS", raising=False)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", "1")
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name.replace('RANK', 'SIZE')}", "2")
+    (pytester.path / "conftest.py").write_text((runner.ROOT / "tests/conftest.py").read_text())
+    pytester.mkdir("parallel").joinpath("test_it.py").write_text(TESTS.replace("ranks(1, 3)", "ranks(3, 4)"))
+    result = pytester.inline_run("--import-mode=importlib", "-p", "no:cacheprovider")
+    passed, skipped, failed = result.listoutcomes()
+    assert (len(passed), len(skipped), len(failed)) == (4, 1, 0)
+    assert "needs at least 3 ranks, got 2; it is marked ranks(3, 4)" in str(skipped[0].longrepr)
 
 
 @pytest.mark.parametrize("mark", ["ranks(0)", "ranks()", "ranks('two')"])
