@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdkit import cluster
+from hvdkit.collectives import graph_recorder
 from hvdkit.errors import CollectiveMismatchError, describe
 
 _NAME = "hvdkit.ranks_with_a_batch"
@@ -60,6 +61,16 @@ def _sum_in_graph() -> Any:
 
 
 def _sum(value: tf.Tensor) -> tf.Tensor:
+    """Return the sum over ranks. It is recorded: otherwise the watchdog would not know that this rank waits here."""
     from horovod.tensorflow.mpi_ops import Sum, _allreduce
 
-    return _allreduce(value, name=_NAME, op=Sum, ignore_name_scope=True)
+    total: tf.Tensor = graph_recorder.run(
+        lambda ready: _allreduce(ready[0], name=_NAME, op=Sum, ignore_name_scope=True),
+        [value],
+        op_name=_NAME,
+        label=_NAME,
+        shown=[value],
+        uneven=False,
+        ranks=None,
+    )
+    return total

@@ -10,6 +10,7 @@ from helpers.as_one import compare, plain, ported, raises_on_several, same_logs
 from helpers.pairwise import some_at
 
 import hvdkit as hk
+from hvdkit.watchdog.flight_recorder import FlightReader, recorder
 
 layers = keras.layers
 
@@ -143,8 +144,13 @@ def test_data_that_end_early_on_one_rank_are_an_error_on_all(rng, what):
     data = tf.data.Dataset.from_tensor_slices((x, y)).take(rows).filter(lambda a, b: True).batch(8)
     given = {"x": data} if what == "x" else {"x": x, "y": y, "validation_data": data}
     errors, match = (hk.CollectiveMismatchError, tf.errors.InvalidArgumentError), "x: got data that ended"
+    before = FlightReader(recorder().file).state().number
     with raises_on_several(errors, match):
         hk.fit(mlp()(), **given, verbose=0)
+    if hk.size() > 1:  # the watchdog knows where ranks wait for one whose data do not arrive
+        recorder().sampler()
+        keys = [record.key for record in FlightReader(recorder().file).records(before)]
+        assert "hvdkit.ranks_with_a_batch" in keys, keys
     with raises_on_several(errors, match):
         hk.predict(mlp()(), data, verbose=0)
 
