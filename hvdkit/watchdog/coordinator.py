@@ -55,8 +55,10 @@ _OTHERS_SECONDS = 1.0
 _REPLACE_SECONDS = 5.0
 # The same for a rank of this host whose process is alive: on a busy host, starting a process takes long.
 _REPLACE_HERE_SECONDS = 60.0
-# Limit for a silent sentinel whose host still answers, in heartbeats.
-_SILENT_FACTOR = 1.5
+# Limits for a silent sentinel, in heartbeats: on this host, where the kernel knows whether the rank is stopped, and on
+# another one that still acknowledges packets: there, the sentinel may be waiting for a core, for memory or for a disk.
+_SILENT_HERE_FACTOR = 1.5
+_SILENT_FACTOR = 6
 # Limit for ranks that wait for a working rank, e.g. for a download on the chief; a multiple of the watchdog's limit.
 _WAITING_FACTOR = 6
 _STACKS_SECONDS = 3.0
@@ -371,18 +373,23 @@ class Coordinator:
             silent = now - member.last_heard
             if member.peer is None or self._state_here(member) not in ("", "T"):
                 continue
-            if silent > _SILENT_FACTOR * limit or member.peer.connection.is_cut_off(limit / 2):
+            factor = _SILENT_HERE_FACTOR if self._is_here(member) else _SILENT_FACTOR
+            if silent > factor * limit or member.peer.connection.is_cut_off(limit / 2):
                 self._give_up(member, now)  # the end of the job does not wait for it
                 why = f"has not answered for {silent:.0f} s: its host is cut off, or it was stopped with its sentinel"
                 self._blame(member, Judged(cause=why, dead=True), member.last_heard)
 
     @staticmethod
-    def _state_here(member: Member) -> str:
+    def _is_here(member: Member) -> bool:
+        return member.joined.place == processes.place()
+
+    @classmethod
+    def _state_here(cls, member: Member) -> str:
         """Return the state of a rank's process, one letter, if it lives on this host; otherwise "".
 
         Silence of such a rank's sentinel means that the sentinel gets no core, because the kernel reports its end.
         """
-        if member.pid is None or member.joined.place != processes.place():
+        if member.pid is None or not cls._is_here(member):
             return ""
         process = processes.stat(member.pid)
         return "" if process is None or process.state in "ZX" else process.state
