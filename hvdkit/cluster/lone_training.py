@@ -9,24 +9,40 @@ a collective combines tensors, a thread looks at the stacks of this process ten 
 At the exit of the program, models and optimizers that still exist are searched, too. An optimizer whose number of
 iterations is 0 has not trained. One that was loaded from a file counts as trained only if it is found on a stack, in a
 graph, or as the optimizer of a model whose training function exists.
+
+Collectives of single numbers, such as the mean of a loss or a metric, combine no gradients, except if all variables of
+the optimizer are single numbers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdkit.cluster.logs import get_logger
 
 _SECONDS = 0.1
 _FIT = ("keras", "trainer.py")
 _APPLY = ("keras", "optimizer.py")
+
+
+class _Updates(NamedTuple):
+    """The updates of an optimizer.
+
+    Attributes:
+        iterations: the optimizer's variable that counts them.
+        is_of_numbers: each variable that it trains is a single number.
+    """
+
+    iterations: Any
+    is_of_numbers: bool
 
 
 class LoneTraining:
@@ -38,20 +54,27 @@ class LoneTraining:
 
     def __init__(self) -> None:
         self.is_combined = False
+        self._has_combined_numbers = False
         self._is_reported = False
         self._size = 1
-        self._fits: dict[int, Any] = {}  # iterations of the optimizers of running fits, by the id of the model
-        self._applied: dict[int, Any] = {}  # iterations of optimizers seen in a step, by their id
+        self._fits: dict[int, _Updates] = {}  # of the optimizers of running fits, by the id of the model
+        self._applied: dict[int, _Updates] = {}  # of optimizers seen in a step, by their id
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def begin(self, size: int) -> None:
         """Start to watch this process, one of ``size`` ranks."""
         self._size = size
-        self.is_combined = self._is_reported = False
+        self.is_combined = self._has_combined_numbers = self._is_reported = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, args=[self._ended], name="hvdkit-lone-training", daemon=True)
         self._thread.start()
+
+    def add_collective(self, values: Iterable[Any]) -> None:
+        """Take note of a collective that combines ``values``: numbers, arrays or tensors."""
+        if not self.is_combined:
+            self._has_combined_numbers = True
+            self.is_combined = not all(_is_number(each) for each in values)
 
     def end(self) -> None:
         """Stop watching, at the end of the program or of the world; report a loop that has trained alone."""
@@ -61,8 +84,8 @@ class LoneTraining:
         if self.is_combined or self._is_reported or self._size == 1:
             return
         with contextlib.suppress(Exception):  # other threads may change the objects
-            if any(_number(each) for each in [*self._fits.values(), *self._applied.values(), *_trained()]):
-                self._report()
+            for updates in [*self._fits.values(), *self._applied.values(), *_trained()]:
+                self._report_if_trained(updates)
 
     def _run(self, ended: threading.Event) -> None:
         while not (ended.wait(_SECONDS) or self.is_combined or self._is_reported):
@@ -70,18 +93,18 @@ class LoneTraining:
                 self._look()
 
     def _look(self) -> None:
-        running: dict[int, Any] = {}
+        running: dict[int, _Updates] = {}
         own = threading.get_ident()
         for thread, frame in sys._current_frames().items():
             if thread != own:
                 for caller in _frames(frame):
                     self._look_at(caller, running)
-        for key, iterations in self._fits.items():
-            if key not in running and _number(iterations):
-                self._report()  # a fit that ended
+        for key, updates in self._fits.items():
+            if key not in running:  # a fit that ended
+                self._report_if_trained(updates)
         self._fits = running
 
-    def _look_at(self, frame: FrameType, running: dict[int, Any]) -> None:
+    def _look_at(self, frame: FrameType, running: dict[int, _Updates]) -> None:
         code = frame.f_code
         if code.co_name == "fit" and "epoch_iterator" in (*code.co_varnames, *code.co_cellvars):
             if not _is_in(code.co_filename, *_FIT):
@@ -90,16 +113,18 @@ class LoneTraining:
             optimizer = getattr(variables.get("self"), "optimizer", None)
             if optimizer is None:
                 return
-            running[id(variables["self"])] = optimizer.iterations
+            running[id(variables["self"])] = updates = _updates(optimizer)
             first = variables.get("initial_epoch") or 0
-            if variables.get("epoch", first) > first and _number(optimizer.iterations):
-                self._report()
+            if variables.get("epoch", first) > first:
+                self._report_if_trained(updates)
         elif code.co_name in ("apply", "apply_gradients") and _is_in(code.co_filename, *_APPLY):
             optimizer = frame.f_locals.get("self")
-            self._applied[id(optimizer)] = optimizer.iterations  # type: ignore[union-attr]
+            self._applied[id(optimizer)] = _updates(optimizer)
 
-    def _report(self) -> None:
-        if self.is_combined or self._is_reported:
+    def _report_if_trained(self, updates: _Updates) -> None:
+        if self.is_combined or self._is_reported or not _number(updates.iterations):
+            return
+        if self._has_combined_numbers and updates.is_of_numbers:
             return
         self._is_reported = True
         get_logger().warning(
@@ -134,8 +159,21 @@ def _number(iterations: Any) -> int:
         return 0
 
 
-def _trained() -> Iterator[Any]:
-    """Yield ``iterations`` of existing optimizers that have trained: by a model's function, or in a graph."""
+def _is_number(value: Any) -> bool:
+    """Return True for a number, and for an array or tensor that has one element as far as is known."""
+    try:
+        return math.prod(getattr(value, "shape", ())) == 1
+    except (TypeError, ValueError):  # a tensor of unknown shape
+        return False
+
+
+def _updates(optimizer: Any) -> _Updates:
+    variables = getattr(optimizer, "_trainable_variables", None) or ()  # empty until the optimizer is built
+    return _Updates(optimizer.iterations, bool(variables) and all(_is_number(each) for each in variables))
+
+
+def _trained() -> Iterator[_Updates]:
+    """Yield the updates of existing optimizers that have trained: by a model's function, or in a graph."""
     keras = sys.modules.get("keras")
     tf = sys.modules.get("tensorflow")
     if keras is None or tf is None:
@@ -149,10 +187,10 @@ def _trained() -> Iterator[Any]:
         elif issubclass(kind, keras.Model):
             optimizer = getattr(each, "optimizer", None)
             if optimizer is not None and getattr(each, "train_function", None) is not None:
-                yield optimizer.iterations
+                yield _updates(optimizer)
         elif issubclass(kind, tf.Graph) and hasattr(each, "captures"):
             captured.update(id(outer) for outer, _ in each.captures)
     for optimizer in optimizers:
         handle = getattr(optimizer.iterations.value, "handle", None)
         if id(handle) in captured:
-            yield optimizer.iterations
+            yield _updates(optimizer)

@@ -86,7 +86,7 @@ def run(collective: Collective, values: Sequence[Any]) -> list[Any]:
         raise HvdkitError(describe(collective.kind, "a call on one rank", "calls on all ranks", "call it elsewhere"))
     inputs: Tensors = []
     if collective.combines:
-        lone_training().is_combined = True
+        lone_training().add_collective(values)
 
     def prepare() -> None:
         inputs.extend(as_tensor(x) for x in values)

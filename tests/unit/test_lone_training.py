@@ -85,9 +85,26 @@ def test_one_short_fit_is_reported_at_the_end(watch, lines):
 def test_programs_that_only_evaluate_or_that_combine_are_not_reported(lines, tmp_path):
     """In a process of their own: at the end, models of other tests may still exist."""
     code = f"""
-import keras, numpy as np
+import gc, keras, numpy as np
+import tensorflow as tf
 from hvdkit.cluster.lone_training import LoneTraining
 X, Y = np.ones((64, 3), "float32"), np.ones((64, 1), "float32")
+watch = LoneTraining()
+def fit_line():
+    slope, intercept, optimizer = tf.Variable(1.0), tf.Variable(1.0), keras.optimizers.SGD(0.1)
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = slope + intercept
+        gradients = tape.gradient(loss, [slope, intercept])
+        watch.add_collective(gradients)  # as hk.grouped_allreduce does
+        optimizer.apply(gradients, [slope, intercept])
+    watch.begin(2)
+    step()
+    watch.end()
+fit_line()
+gc.collect()
+print("numbers")
 model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
 model.compile("sgd", "mse")
 model.optimizer.iterations.assign(5)
@@ -101,17 +118,18 @@ loaded.predict(X, verbose=0)
 watch.end()
 print("evaluated")
 watch.begin(2)
-watch.is_combined = True  # as hk.allreduce sets it
+watch.add_collective([tf.ones((3, 1))])
 loaded.fit(X, Y, epochs=2, verbose=0)
 watch.end()
 print("combined")
 watch.begin(2)
+watch.add_collective([2.5, np.float32(2.5), tf.constant([2.5])])  # losses and metrics are no gradients
 loaded.fit(X, Y, epochs=2, verbose=0)
 watch.end()
 """
     output = run(code).output
     before, _, after = output.partition("combined")
-    assert "evaluated" in before and "no gradients" not in before, output
+    assert "numbers" in before and "evaluated" in before and "no gradients" not in before, output
     assert "no gradients have been combined" in after, output
 
 
@@ -126,9 +144,10 @@ model.compile("sgd", "mse")
 hk.broadcast_variables(model.variables)
 class Average(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
-        self.model.set_weights(hk.grouped_allreduce(self.model.get_weights()))
-callbacks = [Average()] if "CASE" == "averages" else []
-model.fit(np.ones((64, 3)), np.ones((64, 1)), epochs=2, callbacks=callbacks, verbose=0)
+        if "CASE" == "averages":
+            self.model.set_weights(hk.grouped_allreduce(self.model.get_weights()))
+        hk.allreduce(logs["loss"])  # the mean of a number combines no gradients
+model.fit(np.ones((64, 3)), np.ones((64, 1)), epochs=2, callbacks=[Average()], verbose=0)
 print("done")
 """
     for case, expected in (("plain", 2), ("averages", 0)):
