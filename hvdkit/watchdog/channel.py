@@ -210,17 +210,22 @@ class Connection:
         """Return True if the peer's host has acknowledged nothing for ``seconds``, although data was sent to it.
 
         If only the peer process is stopped, busy or not reading, its host still acknowledges data and the kernel's
-        window probes. The interval between probes grows, so elapsed time alone is not sufficient evidence.
-        Source: struct tcp_info of linux/tcp.h: ``tcpi_probes`` (unanswered), ``tcpi_unacked`` and
-        ``tcpi_last_ack_recv``.
+        window probes. The interval between probes grows, so elapsed time alone is not sufficient evidence. Nor are
+        unacknowledged bytes: those that this process has just sent, after it was stopped itself, are not acknowledged
+        yet. The kernel must have sent them again at least twice.
+        Source: struct tcp_info of linux/tcp.h: ``tcpi_retransmits`` and ``tcpi_probes`` (unanswered), ``tcpi_unacked``
+        and ``tcpi_last_ack_recv``.
         """
         try:
             info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
         except OSError:  # not TCP; :meth:`receive` detects a broken connection
             return False
+        retransmits = info[2]
+        probes = info[3]
         unacknowledged = struct.unpack_from("I", info, 24)[0]
         milliseconds = struct.unpack_from("I", info, 56)[0]
-        return (unacknowledged > 0 or info[3] > 1) and milliseconds > seconds * 1000
+        has_no_answer = (unacknowledged > 0 and retransmits > 1) or probes > 1
+        return has_no_answer and milliseconds > seconds * 1000
 
     @property
     def is_open(self) -> bool:

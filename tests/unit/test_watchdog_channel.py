@@ -557,6 +557,25 @@ def test_a_connection_on_this_host_is_not_cut_off():
         one.close()
 
 
+def test_what_was_sent_a_moment_ago_after_a_pause_does_not_look_cut_off():
+    """A sentinel that was stopped, or got no core, for longer than the limit goes on: nothing has failed."""
+    with socket.create_server((LOCAL, 0)) as listener, selectors.DefaultSelector() as selector:
+        sentinel = Connection(socket.create_connection(listener.getsockname()), selector)
+        with listener.accept()[0] as coordinator:
+            for _ in range(2):  # a conversation; after it, the kernel acknowledges with the next answer, or 40 ms later
+                sentinel.send(Status())
+                coordinator.recv(1 << 16)
+                coordinator.sendall(b"x")
+                sentinel.socket.setblocking(True)
+                sentinel.socket.recv(1)
+            coordinator.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 0)
+            sentinel.socket.setblocking(False)
+            time.sleep(1.0)
+            sentinel.send(Status())
+            assert not sentinel.is_cut_off(0.5)
+        sentinel.close()
+
+
 # ---- many sentinels -----------------------------------------------------------------------------------------------
 
 
