@@ -9,6 +9,7 @@ test costs less than a test per case: ``for dtype, n in printed(pairs(dtype=...,
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations, product
 from typing import Any
@@ -63,6 +64,20 @@ def pairs(**axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Return tuples of values, one per axis, with every pair of two axes' values."""
     values = list(axes.values())
     return [tuple(axis[at] for axis, at in zip(values, case, strict=True)) for case in covering([*map(len, values)])]
+
+
+def each(**axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return tuples of values, one per axis, in which every value occurs: as many as the longest axis has values.
+
+    Values are combined at random, and alike in every process.
+    """
+    length = max(map(len, axes.values()))
+    columns = []
+    for number, values in enumerate(axes.values()):
+        chance = random.Random(number)
+        order = [at for _ in range(-(-length // len(values))) for at in chance.sample(range(len(values)), len(values))]
+        columns.append([values[at] for at in order[:length]])
+    return list(zip(*columns, strict=True))
 
 
 def printed(cases: Iterable[Any]) -> Iterator[Any]:

@@ -1,6 +1,7 @@
 """Which tests run: each belongs to a tier and, in tests/parallel, runs at some numbers of ranks.
 
     @pytest.mark.core           # in every tier
+    @pytest.mark.core(2)        # of tests/parallel: in every tier at 2 ranks, at other numbers not in the core tier
     @pytest.mark.ranks(2, 3)    # of tests/parallel: at these numbers of ranks; without the mark only at 2
     @pytest.mark.full           # not in the core tier; the default, except in tests/unit
     @pytest.mark.nightly        # in the nightly tier only
@@ -23,7 +24,7 @@ import pytest
 Tier = Literal["core", "rest", "all", "nightly"]
 TIERS: tuple[str, ...] = get_args(Tier)
 MARKS = {
-    "core": "in every tier, also in `make test`",
+    "core(*numbers)": "in every tier, also in `make test`; with numbers of ranks, in the core tier at these only",
     "full": "not in the core tier",
     "nightly": "in the nightly tier only",
     "ranks(*numbers)": "the numbers of ranks at which a test of tests/parallel runs, default 2",
@@ -38,18 +39,18 @@ def selects(tier: Tier, size: int, item: pytest.Item) -> bool:
     Raises:
         pytest.UsageError: the test's marks are invalid.
     """
-    own = tier_of(item)
+    own = tier_of(item, size)
     if tier == "nightly":
         return size in ranks_of(item) or (size in _NIGHTLY_RANKS and needs_more_ranks(size, item) is None)
     in_tier = own == "core" if tier == "core" else own == "full" if tier == "rest" else own != "nightly"
     return in_tier and size in ranks_of(item)
 
 
-def tier_of(item: pytest.Item) -> str:
-    """Return "core", "full" or "nightly": the closest mark of a test, its class or its module."""
+def tier_of(item: pytest.Item, size: int) -> str:
+    """Return "core", "full" or "nightly" on ``size`` ranks: the closest mark of a test, its class or its module."""
     for mark in item.iter_markers():
         if mark.name in _OF_TESTS:
-            return mark.name
+            return "full" if mark.args and size not in mark.args else mark.name
     return "core" if "unit" in item.path.parts else "full"
 
 

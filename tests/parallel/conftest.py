@@ -16,13 +16,14 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers.outcomes import VERDICT
+from helpers.pairwise import each, pairs
 from helpers.speed import STALL, slowdown
 
 import hvdkit as hk
@@ -145,6 +146,16 @@ def size() -> int:
 def rng() -> np.random.Generator:
     """Return the same random generator on every rank."""
     return np.random.default_rng(20)
+
+
+@pytest.fixture
+def crossed(request: pytest.FixtureRequest, size: int) -> Callable[..., list[tuple[Any, ...]]]:
+    """Return a function of axes that returns cases: with every pair of two values on 2 ranks, else with every value.
+
+    What depends on two values at once, e.g. on a dtype and a graph, does not also depend on the number of ranks. The
+    nightly tier has every pair everywhere.
+    """
+    return pairs if size == 2 or request.config.getoption("--tier") == "nightly" else each
 
 
 @pytest.fixture

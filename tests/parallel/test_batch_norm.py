@@ -338,7 +338,7 @@ def test_local_statistics_are_refused(how, rng):
     hk.layers.synchronize_batch_normalization(model)
 
 
-@pytest.mark.core
+@pytest.mark.core(2)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("rows", [27, 25])
 def test_hk_fit_equals_one_process(rows, rng, size):

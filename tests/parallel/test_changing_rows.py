@@ -132,7 +132,7 @@ def test_rows_and_slots_equal_one_process(evict, name, how, traced, rank, size):
     np.testing.assert_array_equal(layer.ids(), before)
 
 
-@pytest.mark.core
+@pytest.mark.core(2)
 @pytest.mark.ranks(2, 3)
 def test_a_full_bucket_leaves_new_ids_without_a_row(rank, size):
     layer = hk.layers.ShardedEmbedding(1, 2, evict="lru", seed=1)  # a single bucket, which one rank holds

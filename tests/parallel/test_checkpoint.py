@@ -17,7 +17,7 @@ import hvdkit as hk
 from hvdkit.checkpoint.folder import record_damage
 from hvdkit.sharding.partition import rows_of
 
-pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.core]
+pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.core(2, 3)]
 EVERY_SIZE = pytest.mark.ranks(1, 2, 3, 4)
 
 GATHER = pytest.mark.parametrize("gather", [False, True], ids=["shared", "through the chief"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.pairwise import pairs, printed
+from helpers.pairwise import printed
 
 import hvdkit as hk
 
@@ -124,9 +124,9 @@ def differences(reference, xs, rank, places):
     return np.array(found)
 
 
-def test_gradients(rank, size):
+def test_gradients(rank, size, crossed):
     every = cases(size, size - 1)
-    for case, n, dtype, mode in printed(pairs(case=[*every], n=SIZES, dtype=FLOATS, mode=["eager", "graph"])):
+    for case, n, dtype, mode in printed(crossed(case=[*every], n=SIZES, dtype=FLOATS, mode=["eager", "graph"])):
         call, reference, rows = every[case]
         xs = [x.astype(tf.as_dtype(dtype).as_numpy_dtype).astype(np.float64) for x in inputs(size, rows, n)]
         weights = weights_of(rank, reference(xs)[rank].shape, dtype)

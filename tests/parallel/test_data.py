@@ -26,7 +26,7 @@ def sources(folder):
     yield tf.data.Dataset.from_tensor_slices(X)
 
 
-@pytest.mark.core
+@pytest.mark.core(2)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize(
     ("batch_size", "options"),

@@ -11,7 +11,7 @@ import hvdkit as hk
 from hvdkit import cluster
 from hvdkit.supervisor.divergence import DivergenceDetector, replicated
 
-pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.core]
+pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.core(2)]
 
 
 def trained(**options):

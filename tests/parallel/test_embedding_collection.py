@@ -12,7 +12,7 @@ from helpers.pairwise import pairs, printed
 
 import hvdkit as hk
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.core(2)
 
 Table = hk.layers.Table
 TABLES = [

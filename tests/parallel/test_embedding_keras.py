@@ -32,7 +32,7 @@ def sequential(embedding):
     return keras.Sequential([embedding, keras.layers.Flatten(), keras.layers.Dense(1, kernel_initializer="ones")])
 
 
-@pytest.mark.core
+@pytest.mark.core(2)
 @pytest.mark.ranks(1, 2)
 def test_a_sequential_without_input_equals_keras(rank, size):
     """Call, fit, evaluate and predict: Keras converts the ids to float32."""

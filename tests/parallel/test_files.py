@@ -39,7 +39,7 @@ def rows_of(batch):
     return batch["x"], batch["y"]
 
 
-@pytest.mark.core
+@pytest.mark.core(2)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("options", [{"shuffle_seed": 1}, OPTIONS])
 def test_ranks_read_the_global_batches_together(shared_path, options):

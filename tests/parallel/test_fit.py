@@ -10,7 +10,7 @@ from helpers.as_one import raises_on_several
 
 import hvdkit as hk
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.core(2)
 
 opts = keras.optimizers
 

@@ -12,7 +12,7 @@ from helpers.pairwise import pairs, printed
 
 import hvdkit as hk
 
-pytestmark = [pytest.mark.ranks(1, 2, 3, 4), pytest.mark.core]
+pytestmark = [pytest.mark.ranks(1, 2, 3, 4), pytest.mark.core(1, 2, 3)]
 
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
 OPS = [hk.Average, hk.Sum]
@@ -76,8 +76,8 @@ def both_ways(call, *args):
     yield tf.function(call, autograph=False)(*args)
 
 
-def test_dense_gradients_and_none(rank, size):
-    for dtype, op in printed(pairs(dtype=FLOATS, op=OPS)):
+def test_dense_gradients_and_none(rank, size, crossed):
+    for dtype, op in printed(crossed(dtype=FLOATS, op=OPS)):
         by_rank = [gradient_of(r, dtype) for r in range(size)]
         for results in both_ways(lambda g, op=op: hk.average_gradients(g, op=op), tensors(by_rank[rank])):
             assert_combined(results, by_rank, op)
@@ -103,10 +103,10 @@ def weight_kinds(w):
     return [w, float(w), np.float32(w), np.array(w), tf.constant(w), tf.constant(float(w)), keras.Variable(float(w))]
 
 
-def test_weights_of_every_kind(rank, size):
+def test_weights_of_every_kind(rank, size, crossed):
     weights = [2 * r + 1 for r in range(size)]
     by_rank = [gradient_of(r, "float32") for r in range(size)]
-    for weight, op in printed(pairs(weight=weight_kinds(weights[rank]), op=OPS)):
+    for weight, op in printed(crossed(weight=weight_kinds(weights[rank]), op=OPS)):
         call = lambda g, w=weight, op=op: hk.average_gradients(g, op=op, weight=w)  # noqa: E731
         for results in both_ways(call, tensors(by_rank[rank])):
             assert_combined(results, by_rank, op, weights)
@@ -151,11 +151,11 @@ def test_no_rank_has_examples(rank, size):
             assert tf.convert_to_tensor(rows).numpy().tolist() == [[0, 0]] * 3
 
 
-def test_compression(rank, size):
+def test_compression(rank, size, crossed):
     """Values are rounded to 16 bits for transport, at most once per addition, and keep their dtype."""
     all_weights = [None, [r + 1.0 for r in range(size)]]
     axes = {"dtype": ["float32", "float64"], "op": OPS, "compression": ["fp16", "bf16"], "weights": all_weights}
-    for dtype, op, compression, weights in printed(pairs(**axes)):
+    for dtype, op, compression, weights in printed(crossed(**axes)):
         unit = UNIT["float16" if compression == "fp16" else "bfloat16"]
         by_rank = [gradient_of(r, dtype) for r in range(size)]
         options = {"op": op, "compression": compression, "weight": None if weights is None else weights[rank]}
@@ -217,10 +217,10 @@ def test_more_gradients_than_horovod_remembers_by_default(rank, size, monkeypatc
         np.testing.assert_allclose(steps[number](), expected, rtol=1e-4)
 
 
-def test_narrow_gradients_are_not_compressed_again(rank, size):
+def test_narrow_gradients_are_not_compressed_again(rank, size, crossed):
     """bfloat16 has less precision than float16, and float16 less range than bfloat16."""
     values = [("float16", 1.0 + 2.0**-10), ("bfloat16", 2.0**100)]
-    for (dtype, value), compression in printed(pairs(values=values, compression=["fp16", "bf16"])):
+    for (dtype, value), compression in printed(crossed(values=values, compression=["fp16", "bf16"])):
         mine = both_kinds(value if rank == 0 else 0.0, dtype)
         call = lambda g, c=compression: hk.average_gradients(g, op=hk.Sum, compression=c)  # noqa: E731
         for results in both_ways(call, mine):

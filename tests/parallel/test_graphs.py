@@ -8,7 +8,7 @@ import tensorflow as tf
 import hvdkit as hk
 from hvdkit.watchdog.flight_recorder import FlightReader, recorder
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.core(2)
 
 
 def test_two_calls_in_one_function_do_not_meet(rank, size):

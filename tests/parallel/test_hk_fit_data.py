@@ -69,7 +69,7 @@ def test_global_batches_train_as_in_one_process(rng, source, rows, batch_size, o
     assert batches.step == 0, "hk.fit moved the iterator"
 
 
-@pytest.mark.core
+@pytest.mark.core(2)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("source", [known, unknown_length])
 def test_global_batches_to_evaluate_predict_and_validate(rng, source):

@@ -58,7 +58,7 @@ class Coupled(keras.Model):
         return {"rows": tf.reduce_mean(x)}
 
 
-@pytest.mark.core
+@pytest.mark.core(2)
 @pytest.mark.ranks(2, 3)
 def test_collectives_in_a_loss_weigh_uneven_shares(rng):
     x = rng.normal(size=(23, 4)).astype("float32")

@@ -106,7 +106,7 @@ def test_equal_to_one_process_with_the_variables_of_all_ranks(name, op, clip, ac
     assert not any(flat_shard_of(v) for v in slots)
 
 
-@pytest.mark.core
+@pytest.mark.core(2)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("op", [hk.Average, hk.Sum])
 @pytest.mark.parametrize("weighted", [False, True])

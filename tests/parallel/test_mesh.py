@@ -144,7 +144,7 @@ def test_outputs_are_gathered_and_inputs_cut_when_asked(mesh):
     np.testing.assert_allclose(tape.gradient(ours, given), tape.gradient(theirs, given), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.core
+@pytest.mark.core(2, 4)
 @pytest.mark.ranks(1, 2, 3, 4)
 def test_batches_differ_along_the_data_axis_only(mesh):
     batches = hk.data.GlobalBatches(np.arange(24), 8, epochs=1)

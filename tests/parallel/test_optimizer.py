@@ -111,7 +111,7 @@ def alone(optimizer, reduce_loss=tf.reduce_mean, clip=None):
     return model
 
 
-@pytest.mark.core
+@pytest.mark.core(2)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize(
     ("op", "reduce_loss", "accumulate"),

@@ -248,7 +248,7 @@ def check_optimizers_by_variable(option, by):
     assert sorted(type(part).__name__ for part in optimizer.optimizers) == ["Adam", "SGD"]
 
 
-@pytest.mark.core
+@pytest.mark.core(2)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_variables_that_take_their_gradient_as_their_value(accumulate, rank, size):

@@ -29,7 +29,7 @@ def own(rank):
     return X[:8] + rank, Y[:8]
 
 
-@pytest.mark.core
+@pytest.mark.core(2)
 @pytest.mark.ranks(1, 2)
 def test_a_missing_broadcast_is_made_up_for(rank, size, capfd):
     model = model_of(hk.DistributedOptimizer(opts.SGD(0.1 + rank, momentum=0.9)), seed=rank)

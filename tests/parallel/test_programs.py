@@ -88,7 +88,7 @@ def programs() -> list[Any]:
     mark = pytest.mark
     listed = []
     for name in porting.names():
-        marks = [mark.nightly] * (name in NIGHTLY) + [mark.core] * (name in CORE)
+        marks = [mark.nightly] * (name in NIGHTLY) + [mark.core(2)] * (name in CORE)
         listed.append(pytest.param(name, marks=[*marks, mark.ranks(*RANKS.get(name, (2,)))]))
     return listed
 

@@ -27,7 +27,7 @@ class NoamSchedule(keras.optimizers.schedules.LearningRateSchedule):
         return tf.math.rsqrt(self.width) * tf.minimum(tf.math.rsqrt(step + 1), step * self.warmup_steps**-1.5)
 
 
-@pytest.mark.core
+@pytest.mark.core(2)
 @pytest.mark.ranks(1, 2)
 def test_a_schedule_without_a_config(rng):
     def build():
@@ -198,7 +198,7 @@ class Drawn(keras.utils.PyDataset):
         return self.x[rows], self.y[rows]
 
 
-@pytest.mark.core
+@pytest.mark.core(2)
 @pytest.mark.ranks(1, 2)
 def test_training_and_validation_draw_from_one_random_generator(rng):
     """The training data would draw other rows if validation data drew their first ones before."""

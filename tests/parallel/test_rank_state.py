@@ -47,7 +47,7 @@ def model_with(layer, optimizer="sgd", **options):
     return model
 
 
-@pytest.mark.core
+@pytest.mark.core(2)
 @pytest.mark.ranks(2, 3)
 def test_declared_state_is_that_of_one_process(rng):
     """Uneven shares, and with a last batch of one row also empty ones; the count is exact."""

@@ -84,7 +84,7 @@ def test_a_save_reads_each_row_of_stacked_tables_once(shared_path, monkeypatch):
     assert total == sum(t.input_dim for t in TABLES if t.name != "small")
 
 
-@pytest.mark.core
+@pytest.mark.core(2)
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize(("plan", "gather"), [("rows", True), ("mixed", False)])
 def test_a_restored_model_trains_on_as_if_never_stopped(plan, gather, shared_path, rank):

@@ -127,7 +127,7 @@ def test_lazy_and_exact_updates(name, how, rank, size):
     np.testing.assert_allclose(layer.gather(), expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.core
+@pytest.mark.core(2)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize(
     ("name", "combiner", "traced"),

@@ -206,7 +206,7 @@ def bytes_of(variables):
     return sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables)
 
 
-@pytest.mark.core
+@pytest.mark.core(2)
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("shapes", [[*SHAPES.values()], [()], [(1000, 7), (3,)]], ids=["mixed", "scalar", "large"])
 def test_each_rank_keeps_its_share_of_the_slots(shapes, rank, size):
@@ -269,7 +269,7 @@ def test_fit_with_the_chiefs_values(rank, size):
     assert_equal(ours, list(map(keras.Variable, alone)), 1e-4, 3e-6)
 
 
-@pytest.mark.core
+@pytest.mark.core(2)
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("shard_states", [True, False])
 def test_a_checkpoint_is_taken_up_divided_or_not(shard_states, shared_path, rank, size):

@@ -19,7 +19,7 @@ import hvdkit as hk
 from hvdkit.checkpoint.folder import list_checkpoints
 from hvdkit.supervisor import PREEMPTED
 
-pytestmark = [pytest.mark.usefixtures("removed"), pytest.mark.core]
+pytestmark = [pytest.mark.usefixtures("removed"), pytest.mark.core(2)]
 
 
 @pytest.mark.ranks(1, 2)

@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import pytest
 from helpers.cases import case
-from helpers.pairwise import covering, pairs, pairwise, printed, some_at
+from helpers.pairwise import covering, each, pairs, pairwise, printed, some_at
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,6 +27,15 @@ def test_cases_are_few():
     assert len(covering([13, 2, 3])) == 39
     assert len(covering([3, 3, 2, 2])) <= 10
     assert len(covering([2] * 10)) <= 10
+
+
+def test_every_value_is_in_some_case_and_they_are_not_in_step():
+    axes = {"dtype": [*"abcdefghijk"], "n": [3, 20_000], "mode": ["eager", "graph"], "call": [len, max, min]}
+    cases = each(**axes)
+    assert cases == each(**axes) and len(cases) == 11
+    for number, values in enumerate(axes.values()):
+        assert [value for value in values if value not in [case[number] for case in cases]] == []
+    assert {(n, mode) for _, n, mode, _ in cases} == set(product(axes["n"], axes["mode"]))
 
 
 def test_a_mark_names_the_values():

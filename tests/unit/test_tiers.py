@@ -79,6 +79,16 @@ def test_a_test_never_runs_on_fewer_ranks_than_its_mark_names(names):
     assert names("parallel", "nightly", 3, text) == EVERY
 
 
+def test_a_test_may_be_in_the_core_at_some_numbers_of_ranks_only(names):
+    text = TESTS.replace(
+        "@pytest.mark.core\n@pytest.mark.ranks(1, 3)", "@pytest.mark.core(2)\n@pytest.mark.ranks(2, 3)"
+    )
+    found = {
+        (tier, ranks): "sizes" in names("parallel", tier, ranks, text) for tier in ("core", "rest") for ranks in (2, 3)
+    }
+    assert found == {("core", 2): True, ("core", 3): False, ("rest", 2): False, ("rest", 3): True}
+
+
 def test_without_a_tier_a_test_that_needs_more_ranks_is_skipped(pytester, monkeypatch):
     monkeypatch.delenv("HVDKIT_TEST_RECORDS", raising=False)
     for name in ("RANK", "LOCAL_RANK"):
