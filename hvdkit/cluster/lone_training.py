@@ -66,6 +66,8 @@ class LoneTraining:
         """Start to watch this process, one of ``size`` ranks."""
         self._size = size
         self.is_combined = self._has_combined_numbers = self._is_reported = False
+        self._fits = {}
+        self._applied = {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, args=[self._ended], name="hvdkit-lone-training", daemon=True)
         self._thread.start()

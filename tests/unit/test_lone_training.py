@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.jobs import MPI, run
+from helpers.jobs import run
 
 from hvdkit.cluster.lone_training import LoneTraining
 
@@ -131,26 +131,3 @@ watch.end()
     before, _, after = output.partition("combined")
     assert "numbers" in before and "evaluated" in before and "no gradients" not in before, output
     assert "no gradients have been combined" in after, output
-
-
-def test_a_job_reports_it_on_every_rank_and_an_exchange_of_its_own_is_enough():
-    code = """
-import sys
-import hvdkit as hk
-hk.init()
-import keras, numpy as np
-model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-model.compile("sgd", "mse")
-hk.broadcast_variables(model.variables)
-class Average(keras.callbacks.Callback):
-    def on_epoch_end(self, epoch, logs=None):
-        if "CASE" == "averages":
-            self.model.set_weights(hk.grouped_allreduce(self.model.get_weights()))
-        hk.allreduce(logs["loss"])  # the mean of a number combines no gradients
-model.fit(np.ones((64, 3)), np.ones((64, 1)), epochs=2, callbacks=[Average()], verbose=0)
-print("done")
-"""
-    for case, expected in (("plain", 2), ("averages", 0)):
-        job = run(code.replace("CASE", case), MPI, 2)
-        assert job.code == 0 and job.output.count("done") == 2, job.output
-        assert job.output.count("no gradients have been combined") == expected, job.output
