@@ -74,10 +74,10 @@ PLACES: dict[str, Callable[[Path], object]] = {
 
 def damaged(folder: Path) -> Iterator[tuple[str, Path]]:
     """Yield a folder of three checkpoints for each damage of the newest."""
+    for step in (1, 2, 3):
+        save(folder / "whole", step)
     for number, (what, damage) in enumerate([*MANIFESTS.items(), *PLACES.items()]):
-        run = folder / str(number)
-        for step in (1, 2, 3):
-            save(run, step)
+        run = shutil.copytree(folder / "whole", folder / str(number))
         newest = run / step_name(3)
         if what in MANIFESTS:
             (newest / NAME).unlink()

@@ -6,8 +6,10 @@ import subprocess
 import sys
 
 import compatibility
+import run as runner
 from compatibility import DOCUMENT, ROWS, Result, Row, interpreter, read_outcome, update
-from helpers.jobs import environment
+from helpers import speed
+from helpers.outcomes import Launch
 
 OUTPUT = """\
 np=2, MPI ...
@@ -34,11 +36,25 @@ def test_a_failed_run_names_its_tests():
     assert read_outcome("") == ("**fails**: the tests did not end", [])
 
 
-def test_the_last_line_of_the_runner_is_read():
-    """Of a real run, of one test."""
-    command = [sys.executable, "tests/run.py", "--unit-only", "-k", "test_a_failed_run_names_its_tests"]
-    run = subprocess.run(command, cwd=compatibility.ROOT, env=environment(), capture_output=True, text=True)
-    assert read_outcome(run.stdout) == ("1 passed, 0 failed", []), run.stdout + run.stderr
+# What a rank's recorder writes: a test that passes, and one that fails.
+RECORDS = """
+import json, os, pathlib
+lines = [{"test": "t::a", "outcome": "passed"}, {"test": "t::b", "outcome": "failed", "detail": "E no"}, {"ended": 1}]
+text = "".join(json.dumps(line) + "\\n" for line in lines)
+pathlib.Path(os.environ["HVDKIT_TEST_RECORDS"], "rank-0.jsonl").write_text(text)
+"""
+
+
+def test_the_last_lines_of_the_runner_are_read(monkeypatch, capsys):
+    """The runner as it is, with a launch that takes no time."""
+    command = [sys.executable, "-c", RECORDS]
+    monkeypatch.setattr(runner, "launches", lambda config, folder: [Launch("np=1, MPI", 1, command, folder / "1")])
+    monkeypatch.setattr(runner.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(speed, "measure", lambda: 1.0)
+    monkeypatch.setenv(speed.VARIABLE, "1")
+    monkeypatch.setattr(sys, "argv", ["run.py"])
+    assert runner.main() == 1
+    assert read_outcome(capsys.readouterr().out) == ("1 passed, 1 failed", ["t::b"])
 
 
 def test_failing_tests_are_listed_until_their_row_passes():

@@ -30,16 +30,14 @@ def run(dataset_of, batch_size, size, **options):
     ]
 
 
-@pairwise(options=OPTIONS, n=[20, 23], source=[tf.data.Dataset.range, unknown_length])
-def test_stream_order_does_not_depend_on_the_number_of_ranks(source, n, options):
-    one = run(lambda: source(n), 5, 1, epochs=2, **options)
+@pairwise(options=OPTIONS, n=[20, 23], source=[tf.data.Dataset.range, unknown_length], size=[2, 3, 5])
+def test_stream_order_does_not_depend_on_the_number_of_ranks(source, n, options, size):
+    one, many = (run(lambda: source(n), 5, ranks, epochs=2, **options) for ranks in (1, size))
     assert len(one) == 2 * -(-n // 5)
-    for size in (2, 3, 5):
-        many = run(lambda: source(n), 5, size, epochs=2, **options)
-        for (batch, mask, epoch), (batch_1, mask_1, epoch_1) in zip(many, one, strict=True):
-            np.testing.assert_array_equal(batch, batch_1)
-            np.testing.assert_array_equal(mask, mask_1)
-            assert epoch == epoch_1
+    for (batch, mask, epoch), (batch_1, mask_1, epoch_1) in zip(many, one, strict=True):
+        np.testing.assert_array_equal(batch, batch_1)
+        np.testing.assert_array_equal(mask, mask_1)
+        assert epoch == epoch_1
     for epoch in range(2):
         seen = np.concatenate([batch[mask] for batch, mask, e in one if e == epoch])
         assert sorted(seen) == list(range(n))
@@ -67,30 +65,23 @@ def test_shuffle_does_not_depend_on_the_global_seed():
     assert orders[0] == orders[1]
 
 
-@pairwise(options=OPTIONS, source=[tf.data.Dataset.range, unknown_length])
-def test_stream_restore_skips_forward(source, options):
-    for done in (0, 2, 5, 7):
+@pairwise(options=OPTIONS, source=[tf.data.Dataset.range, unknown_length], steps=[(0, 7), (2, 5)])
+def test_stream_restore_skips_forward(source, options, steps):
+    whole = GlobalBatches(source(23), 5, epochs=2, rank=0, size=1, **options)
+    states, batches = [whole.state], []
+    for number, batch in enumerate(whole, 1):
+        assert whole.step == number
+        batches.append(batch.numpy())
+        states.append(whole.state)
+    assert len(batches) == 10
+    for done in steps:
         with case(done=done):
-            check_restore(source, options, done)
-
-
-def check_restore(source, options, done):
-    it = GlobalBatches(source(23), 5, epochs=2, rank=0, size=1, **options)
-    for _ in range(done):
-        next(it)
-    assert it.step == done
-    expected = [batch.numpy() for batch in it]
-    assert len(expected) == 10 - done
-    again = GlobalBatches(source(23), 5, epochs=2, rank=0, size=1, **options)
-    for _ in range(done):
-        next(again)
-    state = again.state
-    halves = [GlobalBatches(source(23), 5, epochs=2, rank=r, size=2, **options) for r in range(2)]
-    for half in halves:
-        half.restore(state)
-        assert half.step == done
-    rest = [np.concatenate(parts) for parts in zip(*[list(half) for half in halves], strict=True)]
-    np.testing.assert_array_equal(rest, expected)
+            halves = [GlobalBatches(source(23), 5, epochs=2, rank=r, size=2, **options) for r in range(2)]
+            for half in halves:
+                half.restore(states[done])
+                assert half.step == done
+            rest = [np.concatenate(parts) for parts in zip(*[list(half) for half in halves], strict=True)]
+            np.testing.assert_array_equal(rest, batches[done:])
 
 
 def test_map_runs_on_the_local_rows_only_and_structures_pass():

@@ -53,7 +53,7 @@ def examples_of(ranks, check):
 
 
 @given(batch_size=BATCH_SIZES, options=OPTIONS, remainder=st.sampled_from(["pad", "drop"]), data=st.data())
-@settings(max_examples=15)
+@settings(max_examples=6)  # for each of six formats
 def test_the_order_does_not_depend_on_the_number_of_ranks(files, batch_size, options, remainder, data):
     (source, check), epochs, options = files, 2, {**options, "remainder": remainder}
     whole = examples_of(ranks_of(source, batch_size, 1, options, epochs), check)

@@ -83,6 +83,7 @@ def test_the_wheel_holds_the_files_of_the_package_only(dist: tuple[Path, Path]) 
     assert {"hvdkit/py.typed", "hvdkit/__init__.pyi", "hvdkit/cluster/open-mpi-rules.conf"} <= names
 
 
+@pytest.mark.full  # builds both archives again
 def test_the_same_tree_gives_the_same_bytes(dist: tuple[Path, Path], tmp_path: Path) -> None:
     source = copy_tree(tmp_path / "source")
     for path in source.rglob("*"):
