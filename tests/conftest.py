@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers.speed import WAIT
-from helpers.tiers import MARKS, TIERS, needs_more_ranks, selects
+from helpers.tiers import EXAMPLES_VARIABLE, MARKS, NIGHTLY_EXAMPLES, TIERS, needs_more_ranks, selects
 
 from hvdkit.machine.launcher import launched_rank
 
@@ -81,6 +81,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--tier") == "nightly":
+        os.environ.setdefault(EXAMPLES_VARIABLE, str(NIGHTLY_EXAMPLES))
     for mark, meaning in MARKS.items():
         config.addinivalue_line("markers", f"{mark}: {meaning}")
     if RECORDS:

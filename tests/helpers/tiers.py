@@ -31,6 +31,9 @@ MARKS = {
 }
 _OF_TESTS = ("core", "full", "nightly")
 _NIGHTLY_RANKS = (2, 3)
+EXAMPLES_VARIABLE = "HVDKIT_FUZZ_EXAMPLES"
+NIGHTLY_EXAMPLES = 1000
+"""Random examples of each test in the nightly tier: see :mod:`fuzzing`."""
 
 
 def selects(tier: Tier, size: int, item: pytest.Item) -> bool:
