@@ -66,8 +66,9 @@ def save_through_chief(
     """
     tensors = {tensor.name: tensor for tensor in snapshot.shard_tensors()}
     specs = {name: (t.dtype, t.shape, t.allowed) for name, t in tensors.items()}
-    description = specs, snapshot.indices(), snapshot.metadata()
-    descriptions = gather(cluster.exchange(), "a save through the chief", lambda: description)
+    descriptions = gather(
+        cluster.exchange(), "a save through the chief", lambda: (specs, snapshot.indices(), snapshot.metadata())
+    )
 
     if not cluster.is_chief():
         for transfer in _follow():

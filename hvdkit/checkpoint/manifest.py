@@ -33,6 +33,7 @@ from hvdkit.checkpoint.schema import (
     optional,
     plain,
     text,
+    too_many_values,
     typed,
 )
 from hvdkit.checkpoint.tensorfile import DTYPES, FileRecord, TensorFile
@@ -187,16 +188,18 @@ class Manifest:
         content = json.loads(json.dumps(content))  # as it will be read: with strings as keys, arrays for tuples
         self.checksum = content["checksum"] = _checksum(content)
         written = json.dumps(content, indent=1) + "\n"
-        self._check_readable(folder, content, len(written))
+        self._check_readable(folder, content, written)
         write_text(folder / NAME, written)
 
-    def _check_readable(self, folder: Path, content: dict[str, Any], size: int) -> None:
+    def _check_readable(self, folder: Path, content: dict[str, Any], written: str) -> None:
         """Raise CheckpointError if :meth:`load` would refuse this manifest: then the state must not be saved so."""
         most = manifest_bytes(len(self.files))
-        if size > most:
+        if len(written) > most:
             raise CheckpointError(
-                f"{folder / NAME}: would have {size} bytes, expected at most {most}; save fewer values"
+                f"{folder / NAME}: would have {len(written)} bytes, expected at most {most}; save fewer values"
             )
+        if (problem := too_many_values(written)) is not None:
+            raise CheckpointError(f"{folder / NAME}: cannot be saved: it {problem}; save large values as arrays")
         try:
             _CONTENT[VERSION](content)
         except FieldError as error:

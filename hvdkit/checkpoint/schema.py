@@ -21,7 +21,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from hvdkit.checkpoint.bounds import DEPTH, NAME_LENGTH, TEXT_LENGTH, TOTAL_BYTES
+from hvdkit.checkpoint.bounds import (
+    BYTES_PER_JSON_VALUE,
+    DEPTH,
+    JSON_VALUES,
+    NAME_LENGTH,
+    TEXT_LENGTH,
+    TOTAL_BYTES,
+)
 from hvdkit.errors import CorruptCheckpointError
 
 T = TypeVar("T")
@@ -71,12 +78,28 @@ def checked(value: Any, schema: Schema[T], file: str | Path) -> T:
 
 
 def json_of(text: bytes | bytearray | str, file: str | Path) -> Any:
-    """Return parsed JSON. Raises CorruptCheckpointError if it is not JSON in UTF-8, or nested too deeply."""
+    """Return parsed JSON.
+
+    Raises:
+        CorruptCheckpointError: it is not JSON in UTF-8, is nested too deeply, or has more arrays and objects than its
+            length can explain: ``[[],[],...]`` takes 30 times its length in memory, and minutes.
+    """
     try:
-        return json.loads(text if isinstance(text, str) else text.decode())
+        text = text if isinstance(text, str) else text.decode()
+        problem = too_many_values(text)
+        if problem is not None:
+            raise CorruptCheckpointError(f"{file}: {problem}")
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         reason = f"{type(error).__name__}: {str(error)[: 4 * _SHOWN]}"
         raise CorruptCheckpointError(f"{file}: is damaged ({reason})") from None
+
+
+def too_many_values(text: str) -> str | None:
+    """Return a description of JSON with too many arrays and objects; None if they are few enough."""
+    most = JSON_VALUES + len(text) // BYTES_PER_JSON_VALUE
+    found = text.count("[") + text.count("{")
+    return f"has {found} arrays and objects, expected at most {most}" if found > most else None
 
 
 def integer(minimum: int = 0, maximum: int = TOTAL_BYTES) -> Schema[int]:

@@ -21,7 +21,7 @@ from hvdkit.checkpoint.entries import Entry, State
 from hvdkit.checkpoint.files import atomic_file, checkpoint_errors, read_bounded, remove_folder
 from hvdkit.checkpoint.folder import commit, temporary_path
 from hvdkit.checkpoint.manifest import RANK_VALUES, REPLICATED, Manifest, Part, TensorEntry, shard_name
-from hvdkit.checkpoint.schema import Schema, array, checked, json_of, mapping, plain, typed
+from hvdkit.checkpoint.schema import Schema, array, checked, json_of, mapping, plain, too_many_values, typed
 from hvdkit.checkpoint.tensorfile import FileRecord, OutgoingTensor, write_file
 from hvdkit.errors import CheckpointError, NonFiniteError
 
@@ -86,7 +86,10 @@ class Snapshot:
 
     def metadata(self) -> dict[str, str]:
         """Return this rank's plain values as metadata for its shard file."""
-        return {RANK_VALUES: json.dumps(self.rank_values)} if self.rank_values else {}
+        written = json.dumps(self.rank_values)
+        if (problem := too_many_values(written)) is not None:
+            raise CheckpointError(f"a rank's values cannot be saved: JSON that {problem}; save large values as arrays")
+        return {RANK_VALUES: written} if self.rank_values else {}
 
     def indices(self) -> dict[str, Any]:
         """Return the index of this rank's part of each sharded tensor, for JSON."""

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.faults import edited, rewritten
-from helpers.forged import bounded_memory, copied, mutations, outcomes, read_everything, save_as
+from helpers.forged import bounded_memory, copied, mutations, outcomes, read_everything, save_as, state_of
 
 import hvdkit as hk
 from hvdkit import cluster
 from hvdkit.checkpoint import bounds
 from hvdkit.checkpoint.generators import numpy_state, python_state, state_to_json
 from hvdkit.checkpoint.manifest import NAME, Manifest, step_name
+from hvdkit.checkpoint.writing import Snapshot
 from hvdkit.commands import cli
 from hvdkit.machine.terminal import printable
 
@@ -200,6 +201,28 @@ def test_sizes_that_a_file_claims_are_not_believed(one, monkeypatch):
             shard.write_bytes(count.to_bytes(8, "little") + content[8:])
             with pytest.raises(hk.CorruptCheckpointError, match="is not a safetensors file"):
                 hk.checkpoint.verify(one)
+
+
+def test_json_with_more_arrays_than_its_length_explains(one, tmp_path):
+    """``[[],[],...]`` of 30 MB would take 900 MB and most of a minute."""
+    manifest = (one / NAME).read_bytes()
+    many = b"[" + b"[]," * 8_000_000 + b"1]"
+    (one / NAME).write_bytes(many)
+    with bounded_memory():
+        for reader in (Manifest.load, hk.checkpoint.inspect, hk.checkpoint.verify):
+            with pytest.raises(hk.CorruptCheckpointError, match=r"manifest.json: has 8000001 arrays and objects, expe"):
+                reader(one)
+    (one / NAME).write_bytes(manifest)
+    dense = [[] for _ in range(600_000)]
+    with pytest.raises(hk.CheckpointError, match=r"manifest.json: cannot be saved: it has \d+ arrays and objects"):
+        Manifest(step=1, size=1, values={"x": dense}).write(tmp_path)
+    snapshot = Snapshot.of(state_of(0, 1, 4), 0)
+    snapshot.rank_values = {"x": dense}
+    with pytest.raises(hk.CheckpointError, match=r"a rank's values cannot be saved: JSON that has \d+ arrays"):
+        snapshot.metadata()
+    pairs = [[number, number] for number in range(100_000)]  # a history of a few megabytes
+    Manifest(step=1, size=1, values={"x": pairs}).write(tmp_path)
+    assert Manifest.load(tmp_path).values == {"x": pairs}
 
 
 def test_a_truncated_file_whose_header_claims_any_size(one):

@@ -125,6 +125,8 @@ def _read(path: Path, header: dict[str, object], size: int) -> np.ndarray | None
     """Return the offsets in a cache file, or None if it does not exist or belongs to another version of the data."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:
+            if os.fstat(file.fileno()).st_size > _HEADER_BYTES + 8 * (size + 2):  # a record has at least one byte
+                return None
             found = json.loads(file.read(_HEADER_BYTES))
         checksum = found.pop("checksum")
         if found != header:
