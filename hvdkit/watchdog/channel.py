@@ -270,7 +270,7 @@ def connect(
 
     Raises:
         ConnectionRefusedError: the coordinator rejects this rank.
-        OSError: the coordinator of this job cannot be reached at any of its addresses.
+        Unreachable: the coordinator of this job cannot be reached at any of its addresses.
     """
     began = time.monotonic()
     pause = _FIRST_RETRY_SECONDS
@@ -278,16 +278,17 @@ def connect(
     while True:
         try:
             return _connect_once(offer, joined, selector, data, once)
-        except _Unreachable as error:
+        except Unreachable as error:
             limit = seconds if error.is_accepted else once
             if not error.may_pass or time.monotonic() - began + pause >= limit:
                 where = f"{', '.join(offer.addresses)} port {offer.port}"
-                raise OSError(f"the job's coordinator cannot be reached at {where} ({error})") from error
+                problem = f"the job's coordinator cannot be reached at {where} ({error})"
+                raise Unreachable(problem, may_pass=False, is_accepted=error.is_accepted) from error
         time.sleep(pause * (0.5 + random.random()))  # not all ranks at the same time
         pause = min(2 * pause, _LAST_RETRY_SECONDS)
 
 
-class _Unreachable(OSError):
+class Unreachable(OSError):
     """The coordinator cannot be reached.
 
     Attributes:
@@ -295,7 +296,7 @@ class _Unreachable(OSError):
         is_accepted: a host has accepted a connection.
     """
 
-    def __init__(self, problem: Exception | None, *, may_pass: bool, is_accepted: bool) -> None:
+    def __init__(self, problem: Exception | str | None, *, may_pass: bool, is_accepted: bool) -> None:
         super().__init__(str(problem))
         self.may_pass = may_pass
         self.is_accepted = is_accepted
@@ -325,7 +326,7 @@ def _connect_once(
             problem = error
             may_pass |= error.errno in _RETRIED or isinstance(error, (_Ended, TimeoutError))
             connected.close()
-    raise _Unreachable(problem, may_pass=may_pass, is_accepted=is_accepted)
+    raise Unreachable(problem, may_pass=may_pass, is_accepted=is_accepted)
 
 
 def _authenticate(

@@ -11,12 +11,15 @@ from functools import partial
 
 from hvdkit.machine import processes
 from hvdkit.watchdog.base import Sentinel
-from hvdkit.watchdog.channel import Offer, connect
+from hvdkit.watchdog.channel import Offer, Unreachable, connect
 from hvdkit.watchdog.events import Connect, End, Exited, Joined, Left, Message
 from hvdkit.watchdog.lines import write_line
 from hvdkit.watchdog.rank_process import RankProcess
 
+# Seconds for rank 0 to replace its sentinel; and if its process still holds the port: on a busy host, that takes
+# longer, and programs without the token may use up the connections.
 _RECONNECT_SECONDS = 5.0
+_RECONNECT_ACCEPTED_SECONDS = 60.0
 _RETRY_SECONDS = 0.2
 _LAST_SECONDS = 3.0
 # How many times to read messages that the rank sent before its end.
@@ -95,16 +98,21 @@ class WatchingSentinel(Sentinel):
         """Reconnect if rank 0's sentinel was only killed and is replaced; otherwise end this rank."""
         if self.order is not None or self.released or self._connect is None or self.rank.has_ended:
             return
-        until = time.monotonic() + _RECONNECT_SECONDS
-        while not is_cut_off and (remaining := until - time.monotonic()) > _RETRY_SECONDS:
+        began = time.monotonic()
+        limit = _RECONNECT_SECONDS
+        while not is_cut_off and (remaining := began + limit - time.monotonic()) > _RETRY_SECONDS:
             time.sleep(_RETRY_SECONDS)
-            with contextlib.suppress(OSError):
+            try:
                 self.uplink, self.welcome = self._connect_again(remaining)
-                if self.rank.training is not None:
-                    self.report(self.rank.training)
-                if self.rank.leaving is not None:
-                    self.report(self.rank.leaving)
-                return
+            except OSError as error:
+                is_accepted = isinstance(error, Unreachable) and error.is_accepted
+                limit = _RECONNECT_ACCEPTED_SECONDS if is_accepted else _RECONNECT_SECONDS
+                continue
+            if self.rank.training is not None:
+                self.report(self.rank.training)
+            if self.rank.leaving is not None:
+                self.report(self.rank.leaving)
+            return
         if self._connect.speaks:
             step = "" if self.rank.step is None else f" at step {self.rank.step}"
             cause = "its host is down, the network is cut, or its sentinel was killed"

@@ -13,6 +13,8 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
+from functools import partial
 
 import psutil
 import pytest
@@ -21,7 +23,7 @@ from helpers.speed import WAIT, wait_until
 
 from hvdkit.machine import interfaces
 from hvdkit.machine.limits import allow_files
-from hvdkit.watchdog import channel, sentinel
+from hvdkit.watchdog import channel, sentinel, watching
 from hvdkit.watchdog.channel import (
     STDOUT,
     Closed,
@@ -36,6 +38,7 @@ from hvdkit.watchdog.channel import (
 )
 from hvdkit.watchdog.events import (
     VERSION,
+    Connect,
     End,
     Exited,
     Failed,
@@ -559,6 +562,40 @@ def test_a_sentinel_that_was_killed_is_replaced():
         assert job.coordinator.judge().code == 0
         for end in ends:
             close(end)
+
+
+def test_a_sentinel_waits_for_that_of_rank_0_to_be_replaced_while_its_port_is_open(monkeypatch):
+    """On a busy host, the new sentinel of rank 0 starts late. Before, the others ended a healthy job after 5 s."""
+    monkeypatch.setattr(watching, "_RECONNECT_SECONDS", 1.0)
+    with subprocess.Popen(["sleep", "1000"]) as rank, socket.socketpair()[0] as ours:
+        try:
+            made = watching.WatchingSentinel(rank.pid, 0, ours)
+            with Job(2) as job:
+                made.join(connect_of(job), joined(1, 2))
+                made.rank.training = Training(pid=rank.pid)
+            made.uplink.close()
+            again = Job(2)
+            offer = connect_of(again)
+            made._connect = offer
+            made._connect_again = partial(connect, Offer.parse(offer.offer), joined(1, 2), made.selector, "uplink")
+            later = threading.Timer(3.0, again.__enter__)  # nobody answers until then
+            later.start()
+            made.handle_disconnect(is_cut_off=False)
+            assert rank.poll() is None and made.uplink is not None
+            wait_until(lambda: 1 in again.coordinator.members and again.coordinator.members[1].is_training)
+            began = time.monotonic()
+            made._connect_again = partial(connect, replace(again.offer, port=1), joined(1, 2), made.selector, "uplink")
+            made.handle_disconnect(is_cut_off=False)  # nobody listens: rank 0 is gone
+            assert rank.wait(WAIT) == -signal.SIGTERM and time.monotonic() - began < WAIT
+        finally:
+            rank.kill()
+            later.join()
+            again.__exit__()
+            made.selector.close()
+
+
+def connect_of(job: Job) -> Connect:
+    return Connect(rank=1, size=2, host="host-0", offer=str(job.offer), chief_host="host-0", speaks=False)
 
 
 # ---- sentinels of hvdkit run --------------------------------------------------------------------------------------
