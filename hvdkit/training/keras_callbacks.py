@@ -173,15 +173,21 @@ class CallbackList(keras.callbacks.CallbackList):
     # ---- calling ------------------------------------------------------------------------------------------------
 
     def _call(self, hook: str, *args: Any) -> None:
-        """Call a hook of each callback; ``args`` ends with the logs, which they all share."""
+        """Call a hook of each callback; ``args`` ends with the logs, which they all share.
+
+        As in Keras, hooks of batches get the logs by keyword, and the others by position: their argument may have
+        another name.
+        """
         *position, logs = args
         logs = pythonify_logs(logs)
+        named = {"logs": logs} if "_batch_" in hook else {}
+        given = position if named else [*position, logs]
         for callback in self.callbacks:
             if self._alone and callback in self._alone:
                 with self._session.running_alone(type(callback).__name__):
-                    getattr(callback, hook)(*position, logs=logs)
+                    getattr(callback, hook)(*given, **named)
             else:
-                getattr(callback, hook)(*position, logs=logs)
+                getattr(callback, hook)(*given, **named)
 
     def _call_on_all_ranks(self, hook: str, *args: Any) -> None:
         """Call a hook of each callback; an error on one rank raises on all ranks."""

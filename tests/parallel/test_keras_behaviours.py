@@ -304,8 +304,15 @@ class Steps(keras.callbacks.Callback):
     def on_test_batch_end(self, batch, logs=None):
         self.seen.append(("test", batch, sorted(logs)))
 
-    def on_epoch_end(self, epoch, logs=None):
-        self.seen.append(("epoch end", epoch, sorted(logs)))
+    def on_epoch_end(self, epoch, log):
+        """The argument has another name, as in many programs: Keras passes it by position."""
+        self.seen.append(("epoch end", epoch, sorted(log)))
+
+    def on_train_begin(self, _):
+        self.seen.append(("train",))
+
+    def on_test_end(self, results):
+        self.seen.append(("test end", sorted(results)))
 
 
 def test_steps_and_logs_of_hooks_are_those_of_keras(rng):
