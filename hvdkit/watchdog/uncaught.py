@@ -217,11 +217,13 @@ def pages_of(error: BaseException) -> list[str]:
 
 
 _TRACEBACK = "Traceback (most recent call last):"
+# What TensorFlow puts before the message of an error of an eager op, e.g. of a dataset's iterator.
+_FUNCTION_NODE = re.compile(r"^\{\{function_node [^}]*\}\} ")
 
 
 def cause_of(error: BaseException) -> str:
-    """Return the most informative line of an error's message."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    """Return the most informative line of an error's message, without the name of TensorFlow's function."""
+    lines = [_FUNCTION_NODE.sub("", line.strip()) for line in str(error).splitlines() if line.strip()] or ["no message"]
     if "Graph execution error:" in lines[1:2]:  # see with_cause_first
         return lines[0].partition(": ")[2]
     if any("has been shut down" in line for line in lines):

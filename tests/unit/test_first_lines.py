@@ -48,6 +48,9 @@ def test_the_cause_comes_before_the_nodes_of_the_graph(graph_error):
     assert cause_of(first) == cause_of(graph_error) and cause in cause_of(first)
     assert with_cause_first(first, 1) is first
     assert cause in _traceback(graph_error)[0]
+    data = tf.data.Dataset.from_tensors("part-3.csv").map(lambda path: tf.numpy_function(load, [path], tf.float32))
+    line = cause_of(error_of(next, iter(data)))
+    assert line.startswith("Error in user-defined function") and cause in line
     plain = ValueError("bad")
     assert with_cause_first(plain, 1) is plain
 
