@@ -18,7 +18,7 @@ from hvdkit import cluster
 from hvdkit.callbacks.chief import is_on_chief
 from hvdkit.cluster.agreement import agree, compare, gather
 from hvdkit.collectives import broadcast_object
-from hvdkit.errors import CollectiveMismatchError
+from hvdkit.errors import CollectiveMismatchError, see
 from hvdkit.machine.terminal import on_terminal
 from hvdkit.sharding.variables import compare_variables
 from hvdkit.training.data_end import report_end_of_data
@@ -323,7 +323,11 @@ class CallbackList(keras.callbacks.CallbackList):
         try:
             compare_variables(self.model.trainable_variables)
         except CollectiveMismatchError as error:
-            remedy = "keep every optimizer of train_step in an attribute of the model, so that hk.fit distributes it"
+            remedy = (
+                "keep every optimizer of train_step in an attribute of the model, so that hk.fit distributes it; if "
+                "train_step also moves weights by a gradient itself, as SAM does, average that with "
+                f"hk.average_gradients first; {see('pitfalls#two-gradients-in-a-step-as-in-sam')}"
+            )
             raise CollectiveMismatchError(f"after the first update: {error}; {remedy}") from error
 
     def _agree(self, when: str, call: Callable[[], None]) -> None:

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import tensorflow as tf
+from helpers.as_one import raises_on_several
 
 import hvdkit as hk
 
@@ -10,12 +11,14 @@ import hvdkit as hk
 class SharpnessAware(keras.Model):
     """The recipe of docs/pitfalls.md."""
 
+    average = staticmethod(hk.average_gradients)
+
     def train_step(self, data):
         x, y = data
         variables = self.trainable_variables
         with tf.GradientTape() as tape:
             loss = self.compute_loss(x, y, self(x, training=True))
-        first = hk.average_gradients(tape.gradient(loss, variables))
+        first = self.average(tape.gradient(loss, variables))
         norm = tf.linalg.global_norm(first)
         moves = [0.05 * grad / (norm + 1e-12) for grad in first]
         for variable, move in zip(variables, moves, strict=True):
@@ -46,3 +49,19 @@ def test_two_gradients_equal_one_process(rng):
         hk.fit(model, x, y, **options)
         for one, other in zip(model.trainable_variables, reference.trainable_variables, strict=True):
             np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=1e-4, atol=1e-6, err_msg=one.path)
+
+
+class Published(SharpnessAware):
+    """The step as it is written for one process."""
+
+    average = staticmethod(lambda grads: grads)
+
+
+def test_a_step_with_a_gradient_of_its_own_rows_gets_the_remedy(rng):
+    x, y = rng.normal(size=(22, 4)).astype("f4"), rng.normal(size=(22, 1)).astype("f4")
+    inputs = keras.Input((4,))
+    model = Published(inputs, keras.layers.Dense(1)(inputs))
+    model.compile("sgd", "mse")
+    words = r"after the first update: .*, as SAM does, average that with hk\.average_gradients first; see .*as-in-sam"
+    with raises_on_several(hk.CollectiveMismatchError, words):
+        hk.fit(model, x, y, batch_size=6, verbose=0)
