@@ -30,6 +30,7 @@ from hvdkit.optimizer.caller import locals_of
 from hvdkit.optimizer.rank_state import compare_state, digests_of, state_of
 from hvdkit.sharding.shards import differs_by_rank
 from hvdkit.sharding.variables import broadcast_variables
+from hvdkit.sharding.vocabulary import warn_of_full_buckets
 from hvdkit.watchdog.reporter import reporter
 
 _SAMPLED_ROWS = 64
@@ -289,6 +290,7 @@ class _RankComparison(keras.callbacks.Callback):
         compare([each.stops for each in ranks], f"callbacks: stop_training {when}", remedy, ranks=exchange.ranks)
         compare([each.rate for each in ranks], f"callbacks: learning rate {when}", remedy, ranks=exchange.ranks)
         compare_state([each.state for each in ranks], exchange.ranks, remedy="use hk.fit, and ")
+        warn_of_full_buckets(model.trainable_variables)
         names = [name for name in known if any(each.logs.get(name) != known[name] for each in ranks)]
         if names:
             values = ", ".join(f"{each.logs.get(names[0])}" for each in ranks)

@@ -11,14 +11,17 @@ The mapping depends only on ids and steps: with equal global batches an id has t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import tensorflow as tf
 
-from hvdkit.errors import describe
+from hvdkit.cluster.logs import warn_once
+from hvdkit.errors import describe, see
 from hvdkit.sharding.hashing import bucket_of
 from hvdkit.sharding.keys import keys_of
+from hvdkit.sharding.shards import AnyVariable, shard_of
 from hvdkit.sharding.table import BUCKET
 
 # A reserved id that marks free rows.
@@ -29,6 +32,9 @@ _MAX_STEPS = 2**22
 # Rows looked up since the last update wait for gradients and are not evicted, but for at most this many lookups:
 # otherwise a program that never updates would fill the table.
 _MAX_PENDING_LOOKUPS = 16
+# Share of full buckets from which a table counts as too small: 2 % with 0.7 ids per row, 7 % with 0.75.
+_FULL_SHARE = 0.02
+_MOST_BUCKETS_CHECKED = 4096
 
 
 @dataclass(frozen=True)
@@ -178,3 +184,22 @@ def pop_new_rows(usage: RowUsage, gradient: tf.Tensor | tf.IndexedSlices, whole:
         cells = tf.where(usage.fresh)
     usage.fresh.scatter_nd_update(cells, tf.fill([tf.shape(cells)[0]], False))
     return cells[:, 0] * BUCKET + cells[:, 1]
+
+
+def warn_of_full_buckets(variables: Iterable[AnyVariable]) -> None:
+    """Warn once of each table in which ids of full buckets give way to each other although other rows are free.
+
+    A few thousand buckets of this rank are looked at, without communication.
+    """
+    for variable in variables:
+        shard = shard_of(variable)
+        if shard is None or shard.usage is None:
+            continue
+        taken = np.count_nonzero(shard.usage.ids[:_MOST_BUCKETS_CHECKED].numpy() != NO_ID, axis=1)
+        if len(taken) and np.mean(taken == BUCKET) > _FULL_SHARE and taken.sum() < taken.size * BUCKET:
+            table = f"table {shard.pieces[0].table!r} of {shard.owner}"
+            warn_once(
+                f"{table}: ids evict each other although rows are free, because an id may only occupy one of {BUCKET} "
+                "rows; choose input_dim twice as large as the number of ids to keep; "
+                f"{see('embeddings#ids-that-come-and-go')}"
+            )

@@ -21,6 +21,7 @@ from hvdkit.layers import average_moving_statistics, synchronize_batch_normaliza
 from hvdkit.optimizer.rank_state import compare_constants, compare_state, digests_of, state_of
 from hvdkit.sharding.shards import holding_of, is_seed_state, shard_of
 from hvdkit.sharding.variables import broadcast_variables
+from hvdkit.sharding.vocabulary import warn_of_full_buckets
 from hvdkit.training.atomic_saving import make_saving_atomic
 from hvdkit.training.attribute_swap import exchange_attributes, swap_attributes
 from hvdkit.training.data_end import report_end_of_data
@@ -306,6 +307,7 @@ class FitSession:
             report_end_of_data()
         average_moving_statistics(self.model)  # before they are evaluated, saved or exported
         self._compare_state()
+        warn_of_full_buckets(self.model.trainable_variables)
         self.steps.row_means.report()
         return self.metric_combiner.combine(logs, keeps_totals=True)
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 from helpers.as_one import same_values
 
 import hvdkit as hk
+from hvdkit.cluster.logs import warn_once
 from hvdkit.sharding.hashing import bucket_of, first_rows
 from hvdkit.sharding.table import BUCKET
 from hvdkit.sharding.vocabulary import NO_ID
@@ -293,3 +294,24 @@ def test_a_frozen_table_keeps_its_ids_and_rows():
         hk.fit(model, x + 1000, y, batch_size=16, verbose=0)
         np.testing.assert_array_equal(table.ids(), ids)
         np.testing.assert_array_equal(table.gather(), rows)
+
+
+def test_a_table_with_as_many_rows_as_ids_is_reported_once(capfd):
+    """Ids may occupy one of 32 rows: some of 1,024 ids have none in 1,024 rows, and nearly all have one in 2,048."""
+    warn_once.cache_clear()
+    ids = np.random.default_rng(0).integers(-(2**62), 2**62, (1024, 1))
+    for rows, distributed, expected in ((1024, False, 1), (1024, True, 1), (2048, False, 0)):
+        table = hk.layers.ShardedEmbedding(rows, 2, evict="lru", name=f"words-{rows}-{distributed}")
+        model = keras.Sequential(
+            [keras.Input((1,), dtype="int64"), table, keras.layers.Flatten(), keras.layers.Dense(1)]
+        )
+        optimizer = keras.optimizers.SGD(0.1)
+        model.compile(hk.DistributedOptimizer(optimizer) if distributed else optimizer, "mse", jit_compile=False)
+        x, y = ids, np.ones((1024, 1), "float32")
+        capfd.readouterr()
+        if distributed:
+            model.fit(x[hk.rank() :: hk.size()], y[hk.rank() :: hk.size()], epochs=2, batch_size=256, verbose=0)
+        else:
+            hk.fit(model, x, y, epochs=2, batch_size=256, verbose=0)
+        assert capfd.readouterr().err.count("ids evict each other although rows are free") == expected, rows
+        assert expected == ((table.ids() != NO_ID).sum() < 980)
