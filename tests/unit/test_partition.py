@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from helpers.cases import case
 from hypothesis import given
 from hypothesis import strategies as st
@@ -123,3 +125,22 @@ def test_boxes_are_a_run_in_its_order(shape, data):
     got = [elements[np.ix_(*box)].reshape(-1) if shape else elements.reshape(-1) for box in boxes]
     assert np.concatenate([[], *got]).tolist() == list(range(start, stop))
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+def test_keys_of_more_rows_on_a_rank_than_int32_holds():
+    """Tables of some billion rows, looked up by ids on both sides of 2**31 local rows."""
+    from hvdkit.sharding.keys import key_dtype, keys_of
+    from hvdkit.sharding.routing import KeyedVariable
+
+    rows, size = 2**33 + 5, 3
+    edges = np.array([0, 1, 2**31 - 1, 2**31, 2**31 + 1, 2**32, 3 * 2**31 + 7, rows - 2, rows - 1])
+    assert key_dtype(rows + size) is tf.int64
+    source = KeyedVariable(None)
+    for rule, base in itertools.product(("mod", "div"), (0, 2**31 + 3)):  # rows of other tables come first
+        assert max(len(rows_of(rule, rows, rank, size)) for rank in range(size)) > 2**31
+        owners, local = source.route(keys_of(tf.constant(edges), rule, rows, size, base=base), size)
+        np.testing.assert_array_equal(owners, owner(rule, edges, rows, size))
+        np.testing.assert_array_equal(local, local_row(rule, edges, rows, size) + base)
+    owners, local = source.route(keys_of(tf.constant(edges), "whole", rows, size, base=7, rank=2), size)
+    np.testing.assert_array_equal(owners, np.full(len(edges), 2))
+    np.testing.assert_array_equal(local, edges + 7)
