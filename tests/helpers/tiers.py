@@ -50,10 +50,11 @@ def selects(tier: Tier, size: int, item: pytest.Item) -> bool:
 
 
 def tier_of(item: pytest.Item, size: int) -> str:
-    """Return "core", "full" or "nightly" on ``size`` ranks: the closest mark of a test, its class or its module."""
-    for mark in item.iter_markers():
-        if mark.name in _OF_TESTS:
-            return "full" if mark.args and size not in mark.args else mark.name
+    """Return "core", "full" or "nightly" on ``size`` ranks: the mark of a case, its test, its class or its module."""
+    for node in reversed(item.listchain()):
+        for mark in reversed(node.own_markers):  # those of a case come after those of its function
+            if mark.name in _OF_TESTS:
+                return "full" if mark.args and size not in mark.args else mark.name
     return "core" if "unit" in item.path.parts else "full"
 
 

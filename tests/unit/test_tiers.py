@@ -79,6 +79,17 @@ def test_a_test_never_runs_on_fewer_ranks_than_its_mark_names(names):
     assert names("parallel", "nightly", 3, text) == EVERY
 
 
+def test_the_mark_of_a_case_counts_more_than_that_of_its_function(names):
+    text = """
+import pytest
+@pytest.mark.core
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.nightly), pytest.param(3, marks=pytest.mark.full)])
+def test_n(n): pass
+"""
+    found = {tier: names("jobs", tier, text=text) for tier in ("core", "rest", "nightly")}
+    assert found == {"core": ["n[1]"], "rest": ["n[3]"], "nightly": ["n[1]", "n[2]", "n[3]"]}
+
+
 def test_a_test_may_be_in_the_core_at_some_numbers_of_ranks_only(names):
     text = TESTS.replace(
         "@pytest.mark.core\n@pytest.mark.ranks(1, 3)", "@pytest.mark.core(2)\n@pytest.mark.ranks(2, 3)"
