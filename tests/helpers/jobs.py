@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,21 @@ def selected(request: pytest.FixtureRequest, *names: str) -> list[tuple[Any, ...
     items = [item for item in request.session.items if item.path == request.path]
     found = [item.callspec.params for item in items if hasattr(item, "callspec")]
     return [tuple(params[name] for name in names) for params in found if {*names} <= {*params}]
+
+
+def started(job: Callable[..., Any], *names: str) -> Callable[..., Iterator[dict[tuple[Any, ...], Future[Any]]]]:
+    """Return a module's fixture that runs ``job`` for each selected test with the parameters ``names``.
+
+    Two jobs run at a time, since they mostly start or wait. The fixture's value is a dictionary of their futures, by
+    the values of ``names``.
+    """
+
+    @pytest.fixture(scope="module")
+    def endings(request: pytest.FixtureRequest) -> Iterator[dict[tuple[Any, ...], Future[Any]]]:
+        with ThreadPoolExecutor(2) as pool:
+            yield {values: pool.submit(job, *values) for values in selected(request, *names)}
+
+    return endings
 
 
 def marked(mark: str) -> list[psutil.Process]:

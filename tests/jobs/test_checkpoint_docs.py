@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import numpy as np
-import pytest
 from helpers.jobs import MPI, call, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +34,6 @@ model.fit(data.as_keras(), epochs=4, shuffle=False, verbose=0, callbacks=[
 """
 
 
-@pytest.mark.core
 def test_the_commands_of_the_document(tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     trained = run(f"import sys; sys.argv[1:] = [{str(tmp_path)!r}]\n{TRAIN}", MPI, 2)

@@ -43,7 +43,6 @@ def whole() -> tuple[int, dict[str, dict]]:
     return run_doctor(Path(sys.executable), "-np", "1", "--timeout", f"{WAIT:g}")
 
 
-@pytest.mark.core
 def test_this_environment_can_train(whole):
     code, findings = whole
     problems = {name: found for name, found in findings.items() if found["status"] == "problem"}

@@ -5,10 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from helpers.jobs import call, environment, selected
+from helpers.jobs import call, environment, started
 from helpers.jobs_that_fail import LAUNCHERS, PATHS
 from helpers.speed import scaled
 
@@ -40,9 +39,8 @@ PROFILED = """
 """
 NEEDED = "if cluster.rank % 2 == 0: hk.allreduce(tf.ones(3))"
 JOBS = [
-    ("mpirun", "hk.shutdown()"),
     ("horovodrun --gloo", ""),
-    ("hvdkit run", ""),
+    ("hvdkit run", "hk.shutdown()"),
     ("mpirun", NEEDED),
     pytest.param("mpirun", "", marks=pytest.mark.nightly),
 ]
@@ -56,11 +54,7 @@ def run(launcher, end):
     return call(command, env=env, stderr=subprocess.STDOUT)
 
 
-@pytest.fixture(scope="module")
-def endings(request):
-    """Run the jobs of all selected tests, two at a time; yield their futures."""
-    with ThreadPoolExecutor(2) as pool:
-        yield {job: pool.submit(run, *job) for job in selected(request, "launcher", "end")}
+endings = started(run, "launcher", "end")
 
 
 @pytest.mark.parametrize(("launcher", "end"), JOBS)

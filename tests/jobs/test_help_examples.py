@@ -66,6 +66,7 @@ def scaled(example, folder, logdir="runs/other"):
         example = f"hvdkit {name} {SMALL[start]} {rest}"
     if example.endswith(" python train.py") and "--dry-run" not in example:
         example += f" --epochs 1 --logdir {logdir}"
+        example = example.replace("run -np 4 ", "run -np 2 ")
     newest = checkpoint.latest(folder / "runs" / "mnist")
     return example.replace(FLIGHT, str(folder / "flight.json")).replace(STEP, newest.name)
 

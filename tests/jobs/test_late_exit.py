@@ -5,10 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from helpers.jobs import call, environment, selected
+from helpers.jobs import call, environment, started
 from helpers.jobs_that_fail import HVDKIT_LINE, LAUNCHERS, PATHS
 from helpers.speed import WAIT, scaled
 
@@ -31,9 +30,9 @@ HANDLER = "atexit.register(upload)"
 THREAD = "threading.Thread(target=upload).start()"
 JOBS = [
     ("mpirun", HANGS),
-    ("hvdkit run", HANGS),
-    ("mpirun", HANDLER),
-    ("hvdkit run", THREAD),
+    ("hvdkit run", HANDLER),
+    ("mpirun", THREAD),
+    pytest.param("hvdkit run", HANGS, marks=pytest.mark.nightly),
 ]
 
 
@@ -43,11 +42,7 @@ def run(launcher, late):
     return call([*LAUNCHERS[launcher], "-np", "2", sys.executable, "-c", script], env=env, stderr=subprocess.STDOUT)
 
 
-@pytest.fixture(scope="module")
-def endings(request):
-    """Run the jobs of all selected tests, two at a time; yield their futures."""
-    with ThreadPoolExecutor(2) as pool:
-        yield {job: pool.submit(run, *job) for job in selected(request, "launcher", "late")}
+endings = started(run, "launcher", "late")
 
 
 @pytest.mark.parametrize(("launcher", "late"), JOBS)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from helpers.jobs import call, environment, selected
+from helpers.jobs import call, environment, started
 from helpers.jobs_that_fail import HVDKIT_LINE, LAUNCHERS, PATHS
 from helpers.speed import scaled
 
@@ -20,10 +19,10 @@ MARKS = ("closed", "finally", "first-handler", "kept", "last-handler")
 DISK, NAN = "failed: ValueError: the disk is full", "failed: NonFiniteError: the loss is NaN"
 JOBS = [
     ("graph", "mpirun", 1, DISK),
-    ("exchange", "horovodrun", 1, DISK),
-    ("sleep", "horovodrun --gloo", 1, DISK),
     ("eager", "hvdkit run", 65, NAN),
-    ("finally", "mpirun", 1, DISK),
+    pytest.param("exchange", "horovodrun", 1, DISK, marks=pytest.mark.full),
+    pytest.param("sleep", "horovodrun --gloo", 1, DISK, marks=pytest.mark.full),
+    pytest.param("finally", "mpirun", 1, DISK, marks=pytest.mark.full),
     pytest.param("sleep", "mpirun", 1, DISK, marks=pytest.mark.nightly),
     pytest.param("eager", "horovodrun --gloo", 1, NAN, marks=pytest.mark.nightly),
     pytest.param("sleep", "hvdkit run", 1, DISK, marks=pytest.mark.nightly),
@@ -40,11 +39,7 @@ def run(kind, launcher):
     return done.returncode, done.stdout, found
 
 
-@pytest.fixture(scope="module")
-def endings(request):
-    """Run the jobs of all selected tests, two at a time; yield their futures."""
-    with ThreadPoolExecutor(2) as pool:
-        yield {job: pool.submit(run, *job) for job in selected(request, "kind", "launcher")}
+endings = started(run, "kind", "launcher")
 
 
 @pytest.mark.core

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from helpers.jobs import GLOO, MPI, run, selected
+from helpers.jobs import GLOO, MPI, run, started
 from helpers.jobs_that_fail import PATHS
 
 SCRIPT = Path(__file__).with_name("unlike.py")
 LINES = {text.split("  # ")[1]: n for n, text in enumerate(SCRIPT.read_text().splitlines(), 1) if "  # " in text}
 
 
-def run_unlike(kind, ranks=2):
+def run_unlike(kind):
+    ranks, _ = (KINDS | NOTHING)[kind]
     code = f"import runpy, sys; sys.argv = ['', {kind!r}]; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
     return run(code, MPI, ranks, HVDKIT_CHECK="1", PYTHONPATH=PATHS)
 
@@ -37,25 +37,21 @@ KINDS = {
 AT_NIGHT = ("shape", "extra")  # found as "dtype" is
 
 
-@pytest.fixture(scope="module")
-def jobs(request):
-    """Run the jobs of all selected tests, two at a time since they mostly start or wait."""
-    kinds = [*NOTHING, *(kind for (kind,) in selected(request, "kind"))]
-    with ThreadPoolExecutor(2) as pool:
-        yield {kind: pool.submit(run_unlike, kind, (KINDS | NOTHING)[kind][0]) for kind in kinds}
+jobs = started(run_unlike, "kind")
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.nightly] * (k in AT_NIGHT)) for k in KINDS])
 def test_the_lines_that_differ(jobs, kind):
-    job = jobs[kind].result()
+    job = jobs[(kind,)].result()
     assert job.code == 1
     words = r"hvdkit: rank 1 on \S+ failed: CollectiveMismatchError: " + re.escape(KINDS[kind][1])
     assert re.search(words, job.output), job.output
 
 
 @pytest.mark.core
-def test_ranks_that_do_alike_are_left_alone(jobs):
-    job = jobs["nothing"].result()
+@pytest.mark.parametrize("kind", NOTHING)
+def test_ranks_that_do_alike_are_left_alone(jobs, kind):
+    job = jobs[(kind,)].result()
     assert job.code == 0 and job.output.count("trained") == 2 and "hvdkit:" not in job.output, job.output
 
 
