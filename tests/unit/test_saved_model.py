@@ -52,47 +52,46 @@ def saved(tmp_path):
     return path, models[0](X, training=False).numpy()
 
 
-def served(directory: Path) -> np.ndarray:
-    """Return the outputs in a new process without hvdkit and Horovod."""
+def served(folder: Path, *models: Path) -> list[np.ndarray]:
+    """Return the outputs of each model in a new process without hvdkit and Horovod."""
     code = """
 import sys
 import numpy as np, tensorflow as tf
-folder, inputs, outputs = sys.argv[1:]
-served = tf.saved_model.load(folder)
-np.save(outputs, served.serve(np.load(inputs)).numpy())
+inputs, *models = sys.argv[1:]
+for model in models:
+    served = tf.saved_model.load(model)
+    np.save(model + ".npy", served.serve(np.load(inputs)).numpy())
 assert not {"hvdkit", "horovod", "mpi4py"} & set(sys.modules)
 """
-    files = [directory.parent / "x.npy", directory.parent / "y.npy"]
-    np.save(files[0], X)
-    done = call([sys.executable, "-c", code, directory, *files], cwd="/")
+    np.save(folder / "x.npy", X)
+    done = call([sys.executable, "-c", code, folder / "x.npy", *models], cwd="/")
     assert done.returncode == 0, done.stderr
-    return np.load(files[1])
+    return [np.load(f"{model}.npy") for model in models]
 
 
 def test_plain_tensorflow_serves_it_with_the_ranks_mean_statistics(saved, tmp_path):
+    """As exported by the function, and by the command, which needs no Horovod and no MPI."""
     path, expected = saved
     model = build()
     assert hk.checkpoint.export_saved_model(path, model, tmp_path / "served" / "1") == tmp_path / "served" / "1"
     np.testing.assert_array_equal(model(X, training=False), expected)
-    # Sums in float32 of terms as large as 6: near 0 the error is absolute.
-    np.testing.assert_allclose(served(tmp_path / "served" / "1"), expected, rtol=1e-6, atol=2e-6)
-    assert [p.name for p in (tmp_path / "served").iterdir() if p.is_dir()] == ["1"]
+    assert [p.name for p in (tmp_path / "served").iterdir()] == ["1"]
 
-
-def test_the_command_needs_no_horovod_and_no_mpi(saved, tmp_path):
-    path, expected = saved
     (tmp_path / "mine.py").write_text(f"import keras\n{inspect.getsource(build)}")
     code = """
 import sys
 from hvdkit.commands.cli import main
 sys.exit(main(["checkpoint", "export", *sys.argv[1:]]))
 """
-    logdir, to = path.parents[1], tmp_path / "served"
+    logdir, to = path.parents[1], tmp_path / "by_command"
     arguments = [str(logdir), "--to", str(to), "--format", "saved-model", "--model", "mine:build"]
     done = call([sys.executable, "-c", without("horovod", "mpi4py") + code, *arguments], cwd=tmp_path)
     assert done.returncode == 0 and done.stderr == "", done.stderr  # no startup messages of TensorFlow
     assert done.stdout == f"{to}: a SavedModel\n"
-    np.testing.assert_allclose(served(to), expected, rtol=1e-6, atol=2e-6)
+
+    for outputs in served(tmp_path, tmp_path / "served" / "1", to):
+        # Sums in float32 of terms as large as 6: near 0 the error is absolute.
+        np.testing.assert_allclose(outputs, expected, rtol=1e-6, atol=2e-6)
 
 
 def test_another_model_is_refused_and_nothing_is_written(saved, tmp_path):

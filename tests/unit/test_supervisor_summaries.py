@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import resource
 import signal
 import struct
 import subprocess
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers.cases import case
+from helpers.faults import limited
 from helpers.speed import WAIT
 from tensorboard.backend.event_processing.event_accumulator import STORE_EVERYTHING_SIZE_GUIDANCE, EventAccumulator
 
@@ -166,6 +168,7 @@ def test_files_sort_in_the_order_of_their_runs(tmp_path):
     assert files(tmp_path) == expected
 
 
+@pytest.mark.full  # the peak of a process of its own, which imports TensorFlow
 def test_memory_stays_bounded(tmp_path):
     """Writing and rewriting 100 MB needs memory for some records, not for the file."""
     code = """
@@ -262,32 +265,25 @@ def test_what_is_no_image_is_refused(tmp_path):
 
 def test_a_disk_that_takes_no_more(tmp_path):
     """Simulate a full disk with a limit on the size of files. The next run reads everything flushed."""
-    code = """
-import resource, sys
-from hvdkit.errors import CheckpointError
-from hvdkit.supervisor.summaries import Summaries
-summaries = Summaries(sys.argv[1])
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-try:
-    for step in range(1, 1000):
-        summaries.scalars(step, loss=float(step), **{"x" * 100: 1.0})
-        if step % 10 == 0:
+    summaries, errors = Summaries(tmp_path), []
+    with limited(resource.RLIMIT_FSIZE, 20_000):
+        try:
+            for step in range(1, 1000):
+                summaries.scalars(step, loss=float(step), **{"x" * 100: 1.0})
+                if step % 10 == 0:
+                    summaries.flush()
+                    saved = step
+        except CheckpointError as error:
+            errors.append(str(error))
+        with pytest.raises(CheckpointError) as caught:
             summaries.flush()
-            saved = step
-except CheckpointError as error:
-    print(saved, error, sep="\\n")
-try:
-    summaries.flush()
-except CheckpointError as error:
-    print(error)
-summaries.close()
-"""
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True, check=True)
-    saved, first, second = done.stdout.strip().split("\n")
+        errors.append(str(caught.value))
+        summaries.close()
     (path,) = files(tmp_path)
+    first, second = errors
     assert first.startswith(f"{path}: cannot be written (File too large)") and second.startswith(f"{path}: closed")
-    write(tmp_path, [int(saved) + 1], resume_at=int(saved))
-    assert [step for step, _ in scalars(tmp_path)] == list(range(1, int(saved) + 2))
+    write(tmp_path, [saved + 1], resume_at=saved)
+    assert [step for step, _ in scalars(tmp_path)] == list(range(1, saved + 2))
 
 
 def test_a_full_disk_is_named_with_the_remedy(tmp_path, monkeypatch):
