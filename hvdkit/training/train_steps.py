@@ -288,7 +288,7 @@ def _weighted_function(metric: Any) -> Callable[..., None]:
         value = None
         if factor is not None and sample_weight is None and get_keras_mask(y_pred) is None:
             value = metric._fn(y_true, y_pred, **metric._fn_kwargs)
-        if value is None or len(value.shape):
+        if value is None or len(getattr(value, "shape", ())):  # a Python number has no shape
             update(y_true, y_pred, sample_weight=sample_weight)
         else:
             keras.metrics.Mean.update_state(metric, value, sample_weight=factor)

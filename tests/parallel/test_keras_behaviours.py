@@ -216,12 +216,19 @@ def mean_error(y_true, y_pred):
     return keras.ops.mean(keras.ops.abs(y_true - y_pred))
 
 
+def constant(y_true, y_pred):
+    """Return a Python number."""
+    return 0.25
+
+
 def test_metrics_that_count_batches_weight_them_by_rows(rng):
     x, y = line(rng, 22)  # with batches of 7 rows, the last one has a single row
     for eager in (False, True):
 
         def build(eager=eager):
-            model = dense(metrics=[OfBatches("float32"), OfBatches("int32"), mean_error, "mae"], run_eagerly=eager)
+            model = dense(
+                metrics=[OfBatches("float32"), OfBatches("int32"), mean_error, constant, "mae"], run_eagerly=eager
+            )
             return model
 
         for rows in (7, 8):
