@@ -185,6 +185,7 @@ def test_a_size_that_repeats_travels_in_one_collective(rank, size, monkeypatch):
     assert counts == [1, 2, 1, 2, 1, 1, 1]
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_a_rank_may_start_another_job():
     """E.g. an evaluation, or a test suite under mpirun. MPI_Init has changed this process's environment."""

@@ -84,6 +84,7 @@ def test_every_form_and_placement_equals_numpy(plan, rank, size):
     assert on_chief.shape == (23, 8) if hk.is_chief() else on_chief is None
 
 
+@pytest.mark.full
 def test_ids_that_travel_ahead_give_the_same(rank, size):
     """Each step requests the next one's rows; they are read after the update."""
     results = []
@@ -123,6 +124,7 @@ def test_ids_that_travel_ahead_give_the_same(rank, size):
         hk.layers.ShardedEmbeddingCollection(TABLES)(asked)
 
 
+@pytest.mark.full
 def test_fit_evaluate_and_predict(rank, size):
     """The last batch is short and ranks see different rows; weights and outputs equal those of one process."""
     rng = np.random.default_rng(0)

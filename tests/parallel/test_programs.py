@@ -67,7 +67,7 @@ NIGHTLY = {
     "weights_file",
     "wgan_gp",
 }
-CORE = {"callbacks", "own_train_step", "sequential", "synchronized_batchnorm", "uneven_batches", "wide_and_deep"}
+CORE = {"own_train_step", "sequential", "uneven_batches", "wide_and_deep"}
 # A table's rows repeat in a batch, and the optimizer is not linear in the gradients. hvdkit sums a row's gradients
 # before the update, as for a dense gradient; plain Keras squares them one by one, unless patched here to sum them.
 REPEATED_ROWS = {

@@ -198,7 +198,6 @@ class Drawn(keras.utils.PyDataset):
         return self.x[rows], self.y[rows]
 
 
-@pytest.mark.core(2)
 @pytest.mark.ranks(1, 2)
 def test_training_and_validation_draw_from_one_random_generator(rng):
     """The training data would draw other rows if validation data drew their first ones before."""

@@ -104,7 +104,6 @@ def parts():
         shutil.rmtree(folder)
 
 
-@pytest.mark.core
 def test_a_fit_stopped_in_epochs_and_at_their_ends_equals_one_that_went_through(parts, through):
     folder, bits, step = parts
     assert step == EPOCHS * STEPS

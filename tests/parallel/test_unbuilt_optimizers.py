@@ -186,7 +186,6 @@ def test_slots_of_rows_without_a_gradient_keep_their_first_value(name, size):
     assert (slots[0].numpy()[rows >= USED] == np.float32(FIRST_VALUES[name])).all()
 
 
-@pytest.mark.core
 def test_slots_of_new_ids_start_at_their_first_value():
     """A table with eviction: rows change their ids twice, and Adagrad's sums begin again with each new id."""
     rate, first, steps = 0.1, 0.1, 3
