@@ -574,6 +574,7 @@ def test_a_sentinel_waits_for_that_of_rank_0_to_be_replaced_while_its_port_is_op
                 made.join(connect_of(job), joined(1, 2))
                 made.rank.training = Training(pid=rank.pid)
             made.uplink.close()
+            made.uplink = None
             again = Job(2)
             offer = connect_of(again)
             made._connect = offer
@@ -581,7 +582,7 @@ def test_a_sentinel_waits_for_that_of_rank_0_to_be_replaced_while_its_port_is_op
             later = threading.Timer(3.0, again.__enter__)  # nobody answers until then
             later.start()
             made.handle_disconnect(is_cut_off=False)
-            assert rank.poll() is None and made.uplink is not None
+            assert made.uplink is not None and rank.poll() is None
             wait_until(lambda: 1 in again.coordinator.members and again.coordinator.members[1].is_training)
             began = time.monotonic()
             made._connect_again = partial(connect, replace(again.offer, port=1), joined(1, 2), made.selector, "uplink")
