@@ -25,7 +25,7 @@ NAME_LENGTH = 4096
 """Most characters of the name of a tensor or a value."""
 TEXT_LENGTH = 200
 """Most characters of other text, e.g. a partition rule or a version."""
-JSON_VALUES = 2**18
+JSON_VALUES = 2**21
 """Most arrays and objects in JSON, plus one for each :data:`BYTES_PER_JSON_VALUE` bytes: each takes 60 to 200 bytes."""
 BYTES_PER_JSON_VALUE = 16
 DEPTH = 100

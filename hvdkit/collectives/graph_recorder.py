@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -15,9 +15,11 @@ from hvdkit.watchdog.flight_recorder import collective_key, recorder
 from hvdkit.watchdog.reporter import reporter
 from hvdkit.watchdog.settings import CHECK
 
+Result = TypeVar("Result")
+
 
 def run(
-    native: Callable[[list[tf.Tensor]], Any],
+    native: Callable[[list[tf.Tensor]], Result],
     tensors: list[tf.Tensor],
     *,
     op_name: str,
@@ -25,7 +27,7 @@ def run(
     shown: Sequence[tf.Tensor],
     uneven: bool,
     ranks: Sequence[int] | None,
-) -> Any:
+) -> Result:
     """Run ``native`` on ``tensors`` in a graph, record the collective, and return its result.
 
     Args:

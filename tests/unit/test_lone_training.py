@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import time
 
 import keras
 import numpy as np
@@ -80,6 +82,20 @@ def test_one_short_fit_is_reported_at_the_end(watch, lines):
     model.fit(X, Y, verbose=0)
     watch.end()
     assert len(lines) == 1 and model
+
+
+def test_a_fit_of_the_world_before_is_not_reported_in_the_next(watch, lines):
+    def fit():
+        pause = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(0.5))
+        compiled().fit(X, Y, batch_size=64, callbacks=[pause], verbose=0)
+
+    fit()
+    watch.end()
+    assert len(lines) == 1
+    gc.collect()  # the models are gone
+    watch.begin(2)
+    watch.end()
+    assert len(lines) == 1
 
 
 def test_programs_that_only_evaluate_or_that_combine_are_not_reported(lines, tmp_path):
