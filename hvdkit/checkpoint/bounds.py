@@ -26,7 +26,7 @@ NAME_LENGTH = 4096
 TEXT_LENGTH = 200
 """Most characters of other text, e.g. a partition rule or a version."""
 JSON_VALUES = 2**21
-"""Most arrays and objects in JSON, plus one for each :data:`BYTES_PER_JSON_VALUE` bytes: each takes 60 to 200 bytes."""
+"""Most opening brackets in JSON, plus one for each :data:`BYTES_PER_JSON_VALUE` bytes: an array takes 60 bytes."""
 BYTES_PER_JSON_VALUE = 16
 DEPTH = 100
 """Deepest nesting of a plain value; Python's own limit is 1,000 frames."""

@@ -96,10 +96,10 @@ def json_of(text: bytes | bytearray | str, file: str | Path) -> Any:
 
 
 def too_many_values(text: str) -> str | None:
-    """Return a description of JSON with too many arrays and objects; None if they are few enough."""
+    """Return a description of JSON with too many opening brackets, of arrays, objects and text; None if few enough."""
     most = JSON_VALUES + len(text) // BYTES_PER_JSON_VALUE
     found = text.count("[") + text.count("{")
-    return f"has {found} arrays and objects, expected at most {most}" if found > most else None
+    return f"has {found} brackets, expected at most {most}" if found > most else None
 
 
 def integer(minimum: int = 0, maximum: int = TOTAL_BYTES) -> Schema[int]:

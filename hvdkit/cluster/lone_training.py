@@ -26,6 +26,8 @@ from functools import cache
 from types import FrameType
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from hvdkit.cluster.logs import get_logger
 
 _SECONDS = 0.1
@@ -59,6 +61,7 @@ class LoneTraining:
         self._size = 1
         self._fits: dict[int, _Updates] = {}  # of the optimizers of running fits, by the id of the model
         self._applied: dict[int, _Updates] = {}  # of optimizers seen in a step, by their id
+        self._earlier: dict[int, int] = {}  # numbers of iterations when the world began, by the variable's id
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -68,6 +71,8 @@ class LoneTraining:
         self.is_combined = self._has_combined_numbers = self._is_reported = False
         self._fits = {}
         self._applied = {}
+        if self._thread is not None:  # a world before this one may have trained
+            self._earlier = {id(each.iterations): _number(each.iterations) for each in _trained()}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, args=[self._ended], name="hvdkit-lone-training", daemon=True)
         self._thread.start()
@@ -115,7 +120,8 @@ class LoneTraining:
             optimizer = getattr(variables.get("self"), "optimizer", None)
             if optimizer is None:
                 return
-            running[id(variables["self"])] = updates = _updates(optimizer)
+            updates = _updates(optimizer)
+            running[id(variables["self"])] = updates
             first = variables.get("initial_epoch") or 0
             if variables.get("epoch", first) > first:
                 self._report_if_trained(updates)
@@ -124,7 +130,9 @@ class LoneTraining:
             self._applied[id(optimizer)] = _updates(optimizer)
 
     def _report_if_trained(self, updates: _Updates) -> None:
-        if self.is_combined or self._is_reported or not _number(updates.iterations):
+        if self.is_combined or self._is_reported:
+            return
+        if _number(updates.iterations) <= self._earlier.get(id(updates.iterations), 0):
             return
         if self._has_combined_numbers and updates.is_of_numbers:
             return
@@ -164,7 +172,7 @@ def _number(iterations: Any) -> int:
 def _is_number(value: Any) -> bool:
     """Return True for a number, and for an array or tensor that has one element as far as is known."""
     try:
-        return math.prod(getattr(value, "shape", ())) == 1
+        return math.prod(np.shape(value)) == 1
     except (TypeError, ValueError):  # a tensor of unknown shape
         return False
 

@@ -9,8 +9,8 @@ Inside :func:`share_of_batch`, gradients are multiplied by f_r in both places in
 over ranks (replicated variables) and in lookups of sharded variables, whose gradients are sent to the rows' owners. A
 training step gets correct gradients without handling the factor.
 
-A ``tf.function`` that the step calls keeps its graph for later steps, whose shares may be others. So its graph does not
-hold f_r, but reads it from a variable, to which each step assigns its own.
+A ``tf.function`` that the step calls keeps its graph for later steps, whose shares may differ. Its graph therefore
+reads f_r from a variable, which holds that of the current step, and 1 outside of steps.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from tensorflow.python.eager import record
 
 from hvdkit import cluster
 from hvdkit.collectives.conversion import untracked_variable
-from hvdkit.collectives.graphs import function_graph
+from hvdkit.collectives.graphs import function_graph, is_inner
 from hvdkit.collectives.weak_registry import WeakRegistry
 from hvdkit.errors import HvdkitError, describe
 
 _SHARES: WeakRegistry[bool] = WeakRegistry()  # datasets
+_READ: WeakRegistry[bool] = WeakRegistry()  # factors that a graph reads from the variable
+_SCRATCH_GRAPH = "scratch_graph"  # in which Keras calls the layers of a functional model, to get their shapes
 
 
 class _Current(threading.local):
@@ -50,9 +52,9 @@ def share_of_batch(factor: tf.Tensor | None) -> Iterator[None]:
         factor: float64 scalar tensor f_r; 0 on a rank without rows, whose gradients count as zeros even if they are not
             finite. None if all ranks have the same number of rows.
     """
-    if cluster.size() > 1:
-        _factor_of_step().assign(1.0 if factor is None else factor)
+    outer = current_factor()
     previous = _current.factor, _current.graph, _current.active
+    _assign(factor)
     _current.factor = factor
     _current.graph = function_graph()
     _current.active = True
@@ -60,6 +62,7 @@ def share_of_batch(factor: tf.Tensor | None) -> Iterator[None]:
         yield
     finally:
         _current.factor, _current.graph, _current.active = previous
+        _assign(outer)
 
 
 def current_factor() -> tf.Tensor | None:
@@ -67,9 +70,28 @@ def current_factor() -> tf.Tensor | None:
 
     In the graph of a function that the step calls, this is a tensor for equal shares, too.
     """
-    if not _current.active or function_graph() is _current.graph:
+    graph = function_graph()
+    is_kept = _current.active and graph is not _current.graph  # the graph of a function, for later steps
+    is_kept |= not _current.active and _is_in_scratch_graph(graph)
+    if not is_kept or cluster.size() == 1:
         return _current.factor
-    return _factor_of_step().read_value()
+    factor = _factor_of_step().read_value()
+    _READ.set(factor, True)
+    return factor
+
+
+def _is_in_scratch_graph(graph: tf.Graph) -> bool:
+    """Return True for the graph of a function that a layer calls while Keras builds a functional model."""
+    if not is_inner(graph):
+        return False
+    while is_inner(graph):
+        graph = graph.outer_graph
+    return graph.name.startswith(_SCRATCH_GRAPH)
+
+
+def _assign(factor: tf.Tensor | None) -> None:
+    if cluster.size() > 1:
+        _factor_of_step().assign(1.0 if factor is None else factor)
 
 
 @functools.cache
@@ -88,25 +110,28 @@ def times_share(x: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
     return tf.math.multiply_no_nan(x, tf.cast(factor, x.dtype))
 
 
-def refuse_outer_tape(argument: str, of: str) -> None:
-    """Raise if a gradient that is divided by the factor is itself differentiated.
+def without_outer_tape(factor: tf.Tensor, argument: str, of: str) -> tf.Tensor:
+    """Return ``factor`` for the gradient of a collective, which may itself be differentiated only with a factor of 1.
 
-    It is unknown which loss is weighted then.
+    Otherwise it is unknown which loss is weighted.
 
     Args:
+        factor: of :func:`current_factor`.
         argument: the argument to name.
         of: what is differentiated.
 
     Raises:
-        HvdkitError: an outer tape records.
+        HvdkitError: an outer tape records. A graph that is kept raises InvalidArgumentError when it runs.
     """
-    if record.could_possibly_record():
-        got = f"a second-order gradient of {of}, with batches that divide unevenly among ranks"
-        remedy = (
-            "use a batch size divisible by the number of ranks, drop the remainder, and remove tf.function from "
-            "functions that the step calls"
-        )
-        raise HvdkitError(describe(argument, got, "batches that divide evenly", remedy))
+    if not record.could_possibly_record():
+        return factor
+    got = f"a second-order gradient of {of}, with batches that divide unevenly among ranks"
+    remedy = "use a batch size divisible by the number of ranks, and drop the remainder"
+    message = describe(argument, got, "batches that divide evenly", remedy)
+    if factor not in _READ:
+        raise HvdkitError(message)
+    with tf.control_dependencies([tf.debugging.Assert(tf.equal(factor, 1), [message])]):
+        return tf.identity(factor)
 
 
 def with_scaled_gradient(x: tf.Tensor) -> tf.Tensor:

@@ -21,7 +21,7 @@ from hvdkit.cluster import Group, progress
 from hvdkit.cluster.agreement import gather
 from hvdkit.cluster.lone_training import lone_training
 from hvdkit.collectives import tensors
-from hvdkit.collectives.batch_share import current_factor, refuse_outer_tape, times_share
+from hvdkit.collectives.batch_share import current_factor, times_share, without_outer_tape
 from hvdkit.collectives.call_checks import JOIN, SMALL_BYTES, Call, agree_on_call, attempt
 from hvdkit.collectives.conversion import as_tensor, is_symbolic, result_converter
 from hvdkit.errors import HvdkitError, describe
@@ -174,10 +174,10 @@ def _differentiable(collective: Collective, forward: Callable[[Tensors], list[An
             dys = [upstream[i] for i in floats]
             if factor is None:
                 return _with_none(collective.gradient(floating, results, dys), xs)
-            refuse_outer_tape("x", collective.kind)
-            with tf.control_dependencies([_assert_rows(collective, factor)]):
-                grads = collective.gradient(floating, results, [times_share(dy, factor) for dy in dys])
-            return _with_none([tf.math.divide_no_nan(dx, tf.cast(factor, dx.dtype)) for dx in grads], xs)
+            checked = without_outer_tape(factor, "x", collective.kind)
+            with tf.control_dependencies([_assert_rows(collective, checked)]):
+                grads = collective.gradient(floating, results, [times_share(dy, checked) for dy in dys])
+            return _with_none([tf.math.divide_no_nan(dx, tf.cast(checked, dx.dtype)) for dx in grads], xs)
 
         return results, gradient
 

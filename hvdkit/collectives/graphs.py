@@ -51,7 +51,7 @@ def op_name(name: str, ranks: Sequence[int] | None) -> str:
         _COLLECTIVES.set(graph, traced)
     traced.append(name)
     outermost = graph
-    while _is_inside(outermost):
+    while is_inner(outermost):
         outermost = outermost.outer_graph
     recorder().graphs.add(outermost.name)
     _note_callers(recorder().callers)
@@ -142,13 +142,13 @@ def _may_be_constant(x: tf.Tensor) -> bool:
         seen.add(tensor.op)
         pending.extend(tensor.op.inputs)
         if tensor.op.type == "Placeholder":
-            if not _is_inside(tensor.graph):
+            if not is_inner(tensor.graph):
                 return False
             pending.extend(outer for outer, inner in tensor.graph.captures if inner is tensor)
     return True
 
 
-def _is_inside(graph: tf.Graph) -> bool:
+def is_inner(graph: tf.Graph) -> bool:
     """Return True for the graph of a function, branch or loop body that is traced inside another function."""
     return getattr(getattr(graph, "outer_graph", None), "building_function", False)
 
@@ -167,7 +167,7 @@ def run_in_step(result: tf.Tensor) -> None:
     assertion = tf.raw_ops.Assert(condition=true_at_run_time(), data=[tf.reshape(result, [-1])[:1]])
     effects = [assertion]
     function = function_graph()
-    if _is_inside(function):
+    if is_inner(function):
         with tf.control_dependencies([assertion]):
             effects.append(_calls_of(_function_name(function.name)).assign_add(1, read_value=False))
     graph = tf.compat.v1.get_default_graph()

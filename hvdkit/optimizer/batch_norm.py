@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.collectives import Average, Sum, allreduce, grouped_allreduce
-from hvdkit.collectives.batch_share import current_factor, refuse_outer_tape, times_share
+from hvdkit.collectives.batch_share import current_factor, times_share, without_outer_tape
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.collectives.process_sets import RankGroup, resolve
 from hvdkit.errors import describe
@@ -187,14 +187,14 @@ def _sum_over_ranks(local: tf.Tensor, factor: Any, group: cluster.Group) -> tf.T
     """
     if factor is None:
         return allreduce(local, Sum, process_set=group)
-    factor = tf.cast(factor, local.dtype)
+    weight = tf.cast(factor, local.dtype)
 
     @tf.custom_gradient
     def call(values: tf.Tensor) -> tuple[tf.Tensor, Any]:
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            refuse_outer_tape("synchronized", "BatchNormalization")
-            return tf.math.divide_no_nan(allreduce(times_share(upstream, factor), Sum, process_set=group), factor)
+            checked = tf.cast(without_outer_tape(factor, "synchronized", "BatchNormalization"), local.dtype)
+            return tf.math.divide_no_nan(allreduce(times_share(upstream, checked), Sum, process_set=group), checked)
 
-        return allreduce(times_share(values, tf.sign(factor)), Sum, process_set=group), gradient
+        return allreduce(times_share(values, tf.sign(weight)), Sum, process_set=group), gradient
 
     return call(local)

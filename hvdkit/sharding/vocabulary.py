@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import tensorflow as tf
 
+from hvdkit import cluster
 from hvdkit.cluster.logs import warn_once
 from hvdkit.errors import describe, see
 from hvdkit.sharding.hashing import bucket_of
@@ -34,6 +35,7 @@ _MAX_STEPS = 2**22
 _MAX_PENDING_LOOKUPS = 16
 # Share of full buckets from which a table counts as too small: 2 % with 0.7 ids per row, 7 % with 0.75.
 _FULL_SHARE = 0.02
+_FREE_SHARE = 0.05  # of rows, from which a table does not count as full; 7 % with one id per row
 _MOST_BUCKETS_CHECKED = 4096
 
 
@@ -189,14 +191,17 @@ def pop_new_rows(usage: RowUsage, gradient: tf.Tensor | tf.IndexedSlices, whole:
 def warn_of_full_buckets(variables: Iterable[AnyVariable]) -> None:
     """Warn once of each table in which ids of full buckets give way to each other although other rows are free.
 
-    A few thousand buckets of this rank are looked at, without communication.
+    A few thousand buckets of the chief are looked at, without communication.
     """
-    for variable in variables:
+    for variable in variables if cluster.is_chief() else ():
         shard = shard_of(variable)
         if shard is None or shard.usage is None:
             continue
-        taken = np.count_nonzero(shard.usage.ids[:_MOST_BUCKETS_CHECKED].numpy() != NO_ID, axis=1)
-        if len(taken) and np.mean(taken == BUCKET) > _FULL_SHARE and taken.sum() < taken.size * BUCKET:
+        # Not a slice, which copies the whole variable.
+        ids = shard.usage.ids.sparse_read(tf.range(min(shard.usage.ids.shape[0], _MOST_BUCKETS_CHECKED)))
+        taken = np.count_nonzero(ids.numpy() != NO_ID, axis=1)
+        is_full = np.mean(taken) > (1 - _FREE_SHARE) * BUCKET if len(taken) else True
+        if not is_full and np.mean(taken == BUCKET) > _FULL_SHARE:
             table = f"table {shard.pieces[0].table!r} of {shard.owner}"
             warn_once(
                 f"{table}: ids evict each other although rows are free, because an id may only occupy one of {BUCKET} "

@@ -149,7 +149,8 @@ class ShareSteps:
 
         @tf.function(autograph=False)  # no tape records inside init_scope
         def on_share(data: Any, factor: Any) -> None:
-            with share_of_batch(factor), self._global_losses(data):
+            losses = contextlib.nullcontext() if name == "predict" else self._global_losses(data)
+            with share_of_batch(factor), losses:
                 step(data)
 
         specs = tree.map_structure(lambda x: None if x is None else tf.type_spec_from_value(x), (data, factor))

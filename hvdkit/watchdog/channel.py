@@ -293,7 +293,7 @@ class Unreachable(OSError):
 
     Attributes:
         may_pass: connecting again may help.
-        is_accepted: a host has accepted a connection.
+        is_accepted: a host has accepted a connection, and may still be the coordinator's.
     """
 
     def __init__(self, problem: Exception | str | None, *, may_pass: bool, is_accepted: bool) -> None:
@@ -314,7 +314,6 @@ def _connect_once(
             problem = error
             may_pass |= error.errno in _RETRIED or isinstance(error, TimeoutError)
             continue
-        is_accepted = True
         connected.settimeout(seconds)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # the handshake sends two messages in a row
         try:
@@ -324,8 +323,9 @@ def _connect_once(
             raise
         except OSError as error:  # the address, e.g. of a bridge, may lead to another machine
             problem = error
-            may_pass |= error.errno in _RETRIED or isinstance(error, (_Ended, TimeoutError))
+            is_accepted |= error.errno in _RETRIED or isinstance(error, (_Ended, TimeoutError))
             connected.close()
+    may_pass |= is_accepted
     raise Unreachable(problem, may_pass=may_pass, is_accepted=is_accepted)
 
 

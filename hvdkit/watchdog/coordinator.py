@@ -6,6 +6,7 @@ the number of ranks; ``benchmarks/control_plane.py`` measures it.
 
 from __future__ import annotations
 
+import math
 import selectors
 import signal
 import socket
@@ -373,11 +374,18 @@ class Coordinator:
             silent = now - member.last_heard
             if member.peer is None or self._state_here(member) not in ("", "T"):
                 continue
-            factor = _SILENT_HERE_FACTOR if self._is_here(member) else _SILENT_FACTOR
-            if silent > factor * limit or member.peer.connection.is_cut_off(limit / 2):
+            if silent > self._longest_silence(member) or member.peer.connection.is_cut_off(limit / 2):
                 self._give_up(member, now)  # the end of the job does not wait for it
                 why = f"has not answered for {silent:.0f} s: its host is cut off, or it was stopped with its sentinel"
                 self._blame(member, Judged(cause=why, dead=True), member.last_heard)
+
+    def _longest_silence(self, member: Member) -> float:
+        limit = self.settings.heartbeat
+        if self._is_here(member):
+            return _SILENT_HERE_FACTOR * limit
+        # Less than the limit for hangs, which would blame a rank that waits for the silent one.
+        patience = self.settings.patience or math.inf
+        return max(_SILENT_HERE_FACTOR * limit, min(_SILENT_FACTOR * limit, patience / 2))
 
     @staticmethod
     def _is_here(member: Member) -> bool:

@@ -102,8 +102,11 @@ class WatchingSentinel(Sentinel):
         limit = _RECONNECT_SECONDS
         while not is_cut_off and (remaining := began + limit - time.monotonic()) > _RETRY_SECONDS:
             time.sleep(_RETRY_SECONDS)
+            process = processes.stat(self.rank.pid)
+            if process is None or process.state in "ZX":
+                break
             try:
-                self.uplink, self.welcome = self._connect_again(remaining)
+                self.uplink, self.welcome = self._connect_again(min(remaining, _RECONNECT_SECONDS))
             except OSError as error:
                 is_accepted = isinstance(error, Unreachable) and error.is_accepted
                 limit = _RECONNECT_ACCEPTED_SECONDS if is_accepted else _RECONNECT_SECONDS

@@ -75,6 +75,30 @@ def test_collectives_in_a_loss_weigh_uneven_shares(rng):
     compare(build, make_data, epochs=2)
 
 
+def test_a_graph_of_a_step_weights_nothing_outside_of_it(rank, size):
+    weight = tf.Variable([2.0])
+
+    @tf.function
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(hk.allreduce(x * weight, hk.Sum))
+        return tape.gradient(loss, weight)
+
+    def both(factor):
+        with share_of_batch(tf.constant(factor, tf.float64)):
+            return float(gradient(tf.constant([3.0]))[0])
+
+    assert [both(0.5), both(1.5)] == [3.0 * size] * 2  # a factor that all ranks have cancels
+    assert float(gradient(tf.constant([3.0]))[0]) == 3.0 * size
+    factor = 2 * (rank + 1) / (size + 1)
+    with share_of_batch(tf.constant(factor, tf.float64)):
+        with share_of_batch(None):
+            assert float(gradient(tf.constant([3.0]))[0]) == 3.0 * size
+        found = float(gradient(tf.constant([3.0]))[0])
+    assert found == pytest.approx(3.0 * size / factor)
+    assert float(gradient(tf.constant([3.0]))[0]) == 3.0 * size
+
+
 def test_second_gradients_of_collectives_are_refused_on_uneven_shares(rng):
     """It is unknown which loss such a gradient belongs to, and so its weight is unknown."""
     x = tf.constant(rng.normal(size=3))

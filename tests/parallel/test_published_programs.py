@@ -5,6 +5,8 @@ docs/compatibility.md lists these and others, with the places where they were pu
 
 from __future__ import annotations
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -147,6 +149,65 @@ def test_functions_of_tensorflow_in_a_step(rng, run_eagerly):
         expected = one.fit(*data, **options).history
         same_logs(hk.fit(many, *data, **options).history, expected)
     same_weights(many.dense, one.dense)
+
+
+class Lookup(keras.layers.Layer):
+    """Looks rows up in a function of TensorFlow, which Keras first calls while it builds a functional model."""
+
+    def __init__(self, embedding):
+        super().__init__()
+        self.table = embedding(20, 2, embeddings_initializer="ones")
+        self.table.build((None,))  # otherwise Keras does not train it, also in one process
+
+    @tf.function
+    def call(self, x):
+        return self.table(tf.cast(tf.abs(x[:, 0]) * 4, tf.int32))
+
+
+class Penalized(keras.Model):
+    """A gradient penalty on the outputs for all rows, in a function of TensorFlow."""
+
+    @tf.function
+    def gradients(self, x, y):
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                score = tf.reduce_sum(tf.square(hk.allgather(self(x))))
+            slope = inner.gradient(score, x)
+            loss = self.compute_loss(x, y, self(x)) + tf.reduce_mean(tf.square(slope))
+        return tape.gradient(loss, self.trainable_variables)
+
+    def train_step(self, data):
+        self.optimizer.apply(self.gradients(*data), self.trainable_variables)
+        return {"slope": tf.constant(0.0)}
+
+
+def test_a_function_of_tensorflow_in_a_layer(rng):
+    def build(embedding):
+        keras.utils.set_random_seed(3)
+        inputs = keras.Input((3,))
+        outputs = keras.layers.Dense(1)(keras.layers.Concatenate()([inputs, Lookup(embedding)(inputs)]))
+        model = keras.Model(inputs, outputs)
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+        return model
+
+    options = {"batch_size": 7, "epochs": 2, "shuffle": False, "verbose": 0}
+    one = build(keras.layers.Embedding)
+    expected = one.fit(*line(rng), **options).history
+    many = build(hk.layers.ShardedEmbedding)
+    same_logs(hk.fit(many, *line(np.random.default_rng(20)), **options).history, expected)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_gradient_penalty_in_a_function_of_tensorflow(rng, size):
+    """Exact if all ranks have as many rows; otherwise an error when the uneven batch comes."""
+    inputs = keras.Input((3,))
+    model = Penalized(inputs, keras.layers.Dense(1)(inputs))
+    model.compile(keras.optimizers.SGD(0.001), "mse")
+    options = {"batch_size": 4, "shuffle": False, "verbose": 0}
+    hk.fit(model, *line(rng, 8), **options)
+    with pytest.raises(Exception, match="second-order gradient") if size > 1 else contextlib.nullcontext():
+        hk.fit(model, *line(rng, 7), **options)
 
 
 class Accumulating(keras.Model):

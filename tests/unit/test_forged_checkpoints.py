@@ -210,16 +210,16 @@ def test_json_with_more_arrays_than_its_length_explains(one, tmp_path, monkeypat
     (one / NAME).write_bytes(many)
     with bounded_memory():
         for reader in (Manifest.load, hk.checkpoint.inspect, hk.checkpoint.verify):
-            with pytest.raises(hk.CorruptCheckpointError, match=r"manifest.json: has 8000001 arrays and objects, expe"):
+            with pytest.raises(hk.CorruptCheckpointError, match=r"manifest.json: has 8000001 brackets, expected"):
                 reader(one)
     (one / NAME).write_bytes(manifest)
     monkeypatch.setattr("hvdkit.checkpoint.schema.JSON_VALUES", 1000)
     dense = [[] for _ in range(3000)]
-    with pytest.raises(hk.CheckpointError, match=r"manifest.json: cannot be saved: it has \d+ arrays and objects"):
+    with pytest.raises(hk.CheckpointError, match=r"manifest.json: cannot be saved: it has \d+ brackets"):
         Manifest(step=1, size=1, values={"x": dense}).write(tmp_path)
     snapshot = Snapshot.of(state_of(0, 1, 4), 0)
     snapshot.rank_values = {"x": dense}
-    with pytest.raises(hk.CheckpointError, match=r"a rank's values cannot be saved: JSON that has \d+ arrays"):
+    with pytest.raises(hk.CheckpointError, match=r"a rank's values cannot be saved: JSON that has \d+ brackets"):
         snapshot.metadata()
     pairs = [[number, number] for number in range(100_000)]  # a history of a few megabytes
     Manifest(step=1, size=1, values={"x": pairs}).write(tmp_path)

@@ -97,6 +97,23 @@ def test_a_fit_of_the_world_before_is_not_reported_in_the_next(watch, lines):
     watch.end()
     assert len(lines) == 1
 
+    model = compiled()
+    model.fit(X, Y, verbose=0)
+    watch.begin(2)
+    model.evaluate(X, Y, verbose=0)
+    watch.add_collective([[1.0]])
+    watch.end()
+    assert len(lines) == 1
+    watch.begin(2)
+    watch.add_collective([[1.0, 2.0]])  # gradients may be lists
+    model.fit(X, Y, verbose=0)
+    watch.end()
+    assert len(lines) == 1
+    watch.begin(2)
+    model.fit(X, Y, verbose=0)
+    watch.end()
+    assert len(lines) == 2
+
 
 def test_programs_that_only_evaluate_or_that_combine_are_not_reported(lines, tmp_path):
     """In a process of their own: at the end, models of other tests may still exist."""
