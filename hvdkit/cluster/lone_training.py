@@ -79,9 +79,8 @@ class LoneTraining:
 
     def add_collective(self, values: Iterable[Any]) -> None:
         """Take note of a collective that combines ``values``: numbers, arrays or tensors."""
-        if not self.is_combined:
-            self._has_combined_numbers = True
-            self.is_combined = not all(_is_number(each) for each in values)
+        self._has_combined_numbers = True
+        self.is_combined |= not all(_is_number(each) for each in values)
 
     def end(self) -> None:
         """Stop watching, at the end of the program or of the world; report a loop that has trained alone."""

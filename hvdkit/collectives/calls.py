@@ -85,7 +85,7 @@ def run(collective: Collective, values: Sequence[Any]) -> list[Any]:
     if _refusal.active:
         raise HvdkitError(describe(collective.kind, "a call on one rank", "calls on all ranks", "call it elsewhere"))
     inputs: Tensors = []
-    if collective.combines:
+    if collective.combines and not lone_training().is_combined:
         lone_training().add_collective(values)
 
     def prepare() -> None:

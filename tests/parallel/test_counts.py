@@ -466,8 +466,9 @@ def test_fit_with_all_callbacks_adds_few_python_calls(counts, size, shared_path,
         hk.callbacks.StopOnDivergence(every=1000),
     ]
     supervised = calls_in_fit(model, batches.as_keras(), callbacks)
-    # Two of them for the variable with the digest of the first batch, one for the explanation of errors.
-    assert bare - plain <= 11
+    # Two of them for the variable with the digest of the first batch, one for the explanation of errors, three for the
+    # variable that orders calls of the inner function.
+    assert bare - plain <= 14
     assert 0 < supervised - bare <= MOST_CALLS_OF_CALLBACKS
 
 
