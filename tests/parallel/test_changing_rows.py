@@ -313,5 +313,6 @@ def test_a_table_with_as_many_rows_as_ids_is_reported_once(capfd):
             model.fit(x[hk.rank() :: hk.size()], y[hk.rank() :: hk.size()], epochs=2, batch_size=256, verbose=0)
         else:
             hk.fit(model, x, y, epochs=2, batch_size=256, verbose=0)
-        assert capfd.readouterr().err.count("ids evict each other although rows are free") == expected, rows
+        reports = capfd.readouterr().err.count("ids evict each other although rows are free")
+        assert reports == (expected if hk.is_chief() else 0), rows
         assert expected == ((table.ids() != NO_ID).sum() < 980)
