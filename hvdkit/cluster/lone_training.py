@@ -68,7 +68,9 @@ class LoneTraining:
     def begin(self, size: int) -> None:
         """Start to watch this process, one of ``size`` ranks."""
         self._size = size
-        self.is_combined = self._has_combined_numbers = self._is_reported = False
+        self.is_combined = False
+        self._has_combined_numbers = False
+        self._is_reported = False
         self._fits = {}
         self._applied = {}
         if self._thread is not None:  # a world before this one may have trained

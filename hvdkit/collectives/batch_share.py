@@ -26,7 +26,7 @@ from tensorflow.python.eager import record
 
 from hvdkit import cluster
 from hvdkit.collectives.conversion import untracked_variable
-from hvdkit.collectives.graphs import function_graph, is_inner
+from hvdkit.collectives.graphs import function_graph, is_inner, outermost_graph
 from hvdkit.collectives.weak_registry import WeakRegistry
 from hvdkit.errors import HvdkitError, describe
 
@@ -71,8 +71,7 @@ def current_factor() -> tf.Tensor | None:
     In the graph of a function that the step calls, this is a tensor for equal shares, too.
     """
     graph = function_graph()
-    is_kept = _current.active and graph is not _current.graph  # the graph of a function, for later steps
-    is_kept |= not _current.active and _is_in_scratch_graph(graph)
+    is_kept = graph is not _current.graph if _current.active else _is_in_scratch_graph(graph)  # for later steps
     if not is_kept or cluster.size() == 1:
         return _current.factor
     factor = _factor_of_step().read_value()
@@ -82,11 +81,7 @@ def current_factor() -> tf.Tensor | None:
 
 def _is_in_scratch_graph(graph: tf.Graph) -> bool:
     """Return True for the graph of a function that a layer calls while Keras builds a functional model."""
-    if not is_inner(graph):
-        return False
-    while is_inner(graph):
-        graph = graph.outer_graph
-    return graph.name.startswith(_SCRATCH_GRAPH)
+    return is_inner(graph) and outermost_graph(graph).name.startswith(_SCRATCH_GRAPH)
 
 
 def _assign(factor: tf.Tensor | None) -> None:

@@ -50,10 +50,7 @@ def op_name(name: str, ranks: Sequence[int] | None) -> str:
         traced = []
         _COLLECTIVES.set(graph, traced)
     traced.append(name)
-    outermost = graph
-    while is_inner(outermost):
-        outermost = outermost.outer_graph
-    recorder().graphs.add(outermost.name)
+    recorder().graphs.add(outermost_graph(graph).name)
     _note_callers(recorder().callers)
     # The function's name comes second: a node's name must not start with "_step" or "<lambda>".
     full = f"{name}.{re.sub('[^A-Za-z0-9_.]', '_', _function_name(graph.name))}.{traced.count(name)}"
@@ -67,6 +64,13 @@ def function_graph() -> tf.Graph:
     """Return the graph of the function that is being traced, also inside its branches and loops."""
     graph = tf.compat.v1.get_default_graph()
     while isinstance(graph, _BRANCHES_AND_LOOPS):
+        graph = graph.outer_graph
+    return graph
+
+
+def outermost_graph(graph: tf.Graph) -> tf.Graph:
+    """Return the graph in which the trace of ``graph`` began."""
+    while is_inner(graph):
         graph = graph.outer_graph
     return graph
 

@@ -152,15 +152,15 @@ class Chaos:
         finally:
             process.kill()
         wait_until(lambda: not marked(str(self.folder)), lambda: str(marked(str(self.folder))))
-        told = f"{phase}, {fault}, {target}: {process.returncode}\n{''.join(output)}{rest}"
+        summary = f"{phase}, {fault}, {target}: {process.returncode}\n{''.join(output)}{rest}"
         names = [path.name for path in self.temporary.iterdir()]
         left = [name for name in names if not name.startswith("__autograph_")]  # TensorFlow's, of a killed rank
         if chosen is process and "SIGKILL" in fault:  # a launcher that was killed cannot remove its files
             shutil.rmtree(self.temporary)
             self.temporary.mkdir()
         else:
-            assert not left, (left, told)
-        return process.returncode, told
+            assert not left, (left, summary)
+        return process.returncode, summary
 
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(30, marks=pytest.mark.nightly)])

@@ -168,7 +168,7 @@ def test_files_sort_in_the_order_of_their_runs(tmp_path):
     assert files(tmp_path) == expected
 
 
-@pytest.mark.full  # the peak of a process of its own, which imports TensorFlow
+@pytest.mark.full  # the peak of a separate process, which imports TensorFlow
 def test_memory_stays_bounded(tmp_path):
     """Writing and rewriting 100 MB needs memory for some records, not for the file."""
     code = """
