@@ -22,13 +22,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import record
 
 from hvdkit import cluster
 from hvdkit.collectives.conversion import untracked_variable
 from hvdkit.collectives.graphs import function_graph, is_inner, outermost_graph
 from hvdkit.collectives.weak_registry import WeakRegistry
 from hvdkit.errors import HvdkitError, describe
+from hvdkit.internals import record
 
 _SHARES: WeakRegistry[bool] = WeakRegistry()  # datasets
 _READ: WeakRegistry[bool] = WeakRegistry()  # factors that a graph reads from the variable

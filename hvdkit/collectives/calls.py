@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager import record
 
 from hvdkit import cluster
 from hvdkit.cluster import Group, progress
@@ -25,6 +24,7 @@ from hvdkit.collectives.batch_share import current_factor, times_share, without_
 from hvdkit.collectives.call_checks import JOIN, SMALL_BYTES, Call, agree_on_call, attempt
 from hvdkit.collectives.conversion import as_tensor, is_symbolic, result_converter
 from hvdkit.errors import HvdkitError, describe
+from hvdkit.internals import record
 
 Tensors = list[tf.Tensor]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from hvdkit.errors import describe
+from hvdkit.internals import ResourceVariable
 
 # Collectives build graph nodes in plain Python, which AutoGraph need not convert.
 graph_safe = tf.autograph.experimental.do_not_convert

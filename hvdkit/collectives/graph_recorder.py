@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.framework.config import is_op_determinism_enabled
 
 from hvdkit.collectives.sites import MOST_SHAPES, add_site, describe_tensors, traced_line
+from hvdkit.internals import is_op_determinism_enabled
 from hvdkit.watchdog.flight_recorder import collective_key, recorder
 from hvdkit.watchdog.reporter import reporter
 from hvdkit.watchdog.settings import CHECK

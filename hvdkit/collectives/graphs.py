@@ -8,15 +8,14 @@ from collections.abc import Sequence
 from types import CodeType, FrameType
 
 import tensorflow as tf
-from tensorflow.python.framework.ops import EagerTensor
-from tensorflow.python.ops import control_flow_util
-from tensorflow.python.ops import control_flow_v2_func_graphs as func_graphs
 
 from hvdkit.cluster.progress import is_user_file
 from hvdkit.collectives.conversion import untracked_variable
 from hvdkit.collectives.graph_recorder import depending_on
 from hvdkit.collectives.weak_registry import WeakRegistry
 from hvdkit.errors import HvdkitError, describe, see
+from hvdkit.internals import control_flow_util
+from hvdkit.internals import control_flow_v2_func_graphs as func_graphs
 from hvdkit.watchdog.flight_recorder import recorder
 
 _BRANCHES_AND_LOOPS = (
@@ -139,7 +138,7 @@ def _may_be_constant(x: tf.Tensor) -> bool:
     pending = [x]
     while pending:
         tensor = pending.pop()
-        if isinstance(tensor, EagerTensor) or tensor.op.op_def.is_stateful:
+        if not tf.is_symbolic_tensor(tensor) or tensor.op.op_def.is_stateful:
             return False
         if tensor.op in seen:
             continue

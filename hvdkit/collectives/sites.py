@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.util import tf_stack
 
 from hvdkit.cluster.progress import is_user_file
+from hvdkit.internals import tf_stack
 from hvdkit.watchdog.flight_recorder import FlightRecorder, collective_key, recorder
 
 MOST_SHAPES = 4

@@ -16,7 +16,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 import xxhash
-from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from hvdkit import cluster
 from hvdkit.cluster.agreement import agree, compare, gather
@@ -26,6 +25,7 @@ from hvdkit.collectives.conversion import untracked_variable
 from hvdkit.collectives.digests import digest, digest_of_batch, tf_variable
 from hvdkit.collectives.weak_registry import Attached
 from hvdkit.errors import ClusterError, CollectiveMismatchError, describe
+from hvdkit.internals import DataAdapter
 from hvdkit.optimizer.caller import locals_of
 from hvdkit.optimizer.rank_state import compare_state, digests_of, state_of
 from hvdkit.sharding.shards import differs_by_rank

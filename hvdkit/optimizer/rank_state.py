@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 import xxhash
-from keras.src import tree
+from keras import tree
 
 from hvdkit import cluster
 from hvdkit.cluster.agreement import agree, find_outlier

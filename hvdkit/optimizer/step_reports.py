@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.ops import control_flow_util
 
 from hvdkit.cluster.progress import progress
+from hvdkit.internals import control_flow_util
 
 
 def report_step(grads: Sequence[Any], call_site: str) -> None:

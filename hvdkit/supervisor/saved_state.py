@@ -11,9 +11,9 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.random.seed_generator import global_seed_generator  # not in the public API
 
 from hvdkit.errors import CorruptCheckpointError, describe
+from hvdkit.internals import global_seed_generator
 
 
 class RandomGenerators:

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 import xxhash
-from keras.src import tree
-from keras.src.trainers.data_adapters import array_slicing
-from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras import tree
 
+from hvdkit.internals import ArrayDataAdapter, array_slicing
 from hvdkit.training.shares import DataRank, Element, Shares, untuned_options
 
 

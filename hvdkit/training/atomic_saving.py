@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import keras
-from keras.src.utils.file_utils import is_remote_path
-from keras.src.utils.io_utils import ask_to_proceed_with_overwrite
+
+from hvdkit.internals import ask_to_proceed_with_overwrite, is_remote_path
 
 # Methods, and suffixes of the single files that they write.
 _SUFFIXES = {"save": (".keras", ".h5", ".hdf5"), "save_weights": (".weights.h5",)}

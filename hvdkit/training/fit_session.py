@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src import tree
+from keras import tree
 
 from hvdkit import cluster
 from hvdkit.cluster.agreement import gather

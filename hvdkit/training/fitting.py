@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import keras
-from keras.src import tree
-from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
+from keras import tree
 
 from hvdkit.callbacks import SupervisorCallback
 from hvdkit.data import GlobalBatches
 from hvdkit.errors import describe
+from hvdkit.internals import array_slicing, data_adapter_utils
 from hvdkit.training.attribute_swap import swap_attributes
 from hvdkit.training.fit_session import FitSession, check_model, check_not_alone, warn_of_local_statistics
 from hvdkit.training.global_batch_shares import GlobalBatchShares

@@ -7,11 +7,11 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter, make_class_weight_map_fn
 
 from hvdkit.data import GlobalBatches
 from hvdkit.data.arguments import keras_parts
 from hvdkit.errors import describe, integer
+from hvdkit.internals import TFDatasetAdapter, make_class_weight_map_fn
 from hvdkit.training.shares import DataRank, Shares
 
 

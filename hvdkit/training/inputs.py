@@ -11,11 +11,6 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.trainers import data_adapters
-from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
-from keras.src.trainers.data_adapters.data_adapter import DataAdapter
-from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
-from tensorflow.python.eager import context
 
 from hvdkit import cluster
 from hvdkit.cluster.agreement import compare, gather
@@ -24,6 +19,7 @@ from hvdkit.data.division import division_of
 from hvdkit.data.files.source import FileSource
 from hvdkit.data.mixtures import Mixture
 from hvdkit.errors import describe
+from hvdkit.internals import ArrayDataAdapter, DataAdapter, PyDatasetAdapter, context, data_adapters
 from hvdkit.training.array_shares import ArrayShares
 from hvdkit.training.global_batch_shares import GlobalBatchShares
 from hvdkit.training.shares import DataRank, LateAdapter, Shares, first_tensor

@@ -10,15 +10,14 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src import tree
-from keras.src.utils import is_default
-from keras.src.utils.python_utils import pythonify_logs
+from keras import tree
 
 from hvdkit import cluster
 from hvdkit.callbacks.chief import is_on_chief
 from hvdkit.cluster.agreement import agree, compare, gather
 from hvdkit.collectives import broadcast_object
 from hvdkit.errors import CollectiveMismatchError, see
+from hvdkit.internals import is_default, pythonify_logs
 from hvdkit.machine.terminal import on_terminal
 from hvdkit.sharding.variables import compare_variables
 from hvdkit.training.data_end import report_end_of_data

@@ -16,15 +16,14 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src import tree
-from keras.src.backend.common.masking import get_keras_mask
-from keras.src.losses.loss import reduce_weighted_values, squeeze_or_expand_to_same_rank
+from keras import tree
 
 from hvdkit import cluster
 from hvdkit.collectives.batch_share import current_factor
 from hvdkit.collectives.ops import ReduceOp
 from hvdkit.collectives.tensors import grouped_allreduce
 from hvdkit.errors import HvdkitError, describe
+from hvdkit.internals import get_keras_mask, reduce_weighted_values, squeeze_or_expand_to_same_rank
 from hvdkit.training.shares import data_group
 
 _MEANS = ("sum_over_batch_size", "mean")

@@ -20,13 +20,13 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src import tree
-from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+from keras import tree
 
 from hvdkit import cluster
 from hvdkit.collectives.batch_share import current_factor
 from hvdkit.collectives.conversion import untracked_variable
 from hvdkit.errors import describe
+from hvdkit.internals import get_keras_mask, set_keras_mask
 from hvdkit.training.attribute_swap import swap_attributes
 
 _REMEDY = "keep sums and counts in the metric's variables, as keras.metrics.Mean does, or compute it after hk.predict"

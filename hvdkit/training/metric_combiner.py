@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from keras.src import tree
+from keras import tree
 
 from hvdkit import cluster
 from hvdkit.cluster import Group

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 from hvdkit.errors import HvdkitError, describe
+from hvdkit.internals import TensorFlowTrainer
 from hvdkit.training.attribute_swap import swap_attributes
 
 _PLAIN_METHODS: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import keras
-from keras.src import tree
+from keras import tree
 
 from hvdkit import cluster
 from hvdkit.collectives.call_checks import Call, agree_on_call, attempt

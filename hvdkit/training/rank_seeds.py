@@ -13,12 +13,10 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.common import global_state
-from keras.src.random.seed_generator import global_seed_generator
-from tensorflow.python.eager import context
 
 from hvdkit import cluster
 from hvdkit.collectives import broadcast_object
+from hvdkit.internals import context, global_seed_generator, global_state
 
 _GENERATOR = "global_seed_generator"  # Keras 3.12 has no constant for it
 _GOLDEN = 0x9E3779B1  # odd, so its multiples differ for all ranks

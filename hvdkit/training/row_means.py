@@ -17,7 +17,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src import tree
+from keras import tree
 
 from hvdkit import cluster
 from hvdkit.cluster.logs import warn_once

@@ -20,15 +20,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
-from keras.src import tree
-from keras.src.trainers.data_adapters.data_adapter import DataAdapter
-from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+from keras import tree
 
 from hvdkit import cluster
 from hvdkit.cluster import Group
 from hvdkit.collectives.digests import digest_of_batch
 from hvdkit.data.division import ROWS, WHOLE, Parts
 from hvdkit.errors import describe, see
+from hvdkit.internals import DataAdapter, TFDatasetAdapter
 
 Element = tuple[Any, dict[str, tf.Tensor]]
 

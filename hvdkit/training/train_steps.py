@@ -12,14 +12,14 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src import tree
-from keras.src.backend.common.masking import get_keras_mask
+from keras import tree
 
 from hvdkit import cluster
 from hvdkit.cluster.logs import warn_once
 from hvdkit.collectives.batch_share import current_factor, share_of_batch
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.errors import describe, see
+from hvdkit.internals import get_keras_mask
 from hvdkit.optimizer.batch_norm import synchronized_statistics
 from hvdkit.optimizer.rank_state import StateCombiner, state_of
 from hvdkit.sharding.shards import differs_by_rank

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from pathlib import Path
+
+from hvdkit import internals
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "hvdkit"
@@ -30,7 +33,7 @@ LAYERS = [
     {"profiling"},
     {"watchdog"},
     {"machine"},
-    {"errors", "_version"},
+    {"errors", "internals", "_version"},
 ]
 LEVEL = {name: len(LAYERS) - row for row, names in enumerate(LAYERS) for name in names}
 # Rooms and modules that run before Horovod is initialized: they import nothing that trains.
@@ -182,6 +185,35 @@ def test_the_check_sees_a_breach(tmp_path, monkeypatch):
         assert list(breaches(file)), line
         file.write_text("from hvdkit import errors\n" if module != "errors" else "")
         assert not list(breaches(file)), module
+
+
+def private_names(path: Path) -> Iterator[str]:
+    """Yield the imports of names that Keras and TensorFlow do not publish, also those in the text of a program."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        found = []
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found = re.findall(r"(?:from|import)\s+([\w.]+)", node.value)
+        yield from (f"{path.name}: {name}" for name in found if name.startswith(("keras.src", "tensorflow.python.")))
+
+
+def test_private_names_are_imported_in_one_file():
+    assert not [name for path in FILES if path.name != "internals.py" for name in private_names(path)]
+    assert list(private_names(PACKAGE / "internals.py"))
+
+
+def test_private_names_exist():
+    """Each name of the table, and none that no file imports."""
+    assert not [name for name in internals._HOMES if getattr(internals, name) is None]
+    tree = ast.parse((PACKAGE / "internals.py").read_text())
+    typed = {alias.asname for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert set(internals._HOMES) == {name for name in typed if name}
+    nodes = [node for path in FILES for node in ast.walk(ast.parse(path.read_text()))]
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "hvdkit.internals"]
+    assert set(internals._HOMES) == {alias.name for node in imports for alias in node.names}
 
 
 def test_no_patches_of_other_packages():

@@ -110,7 +110,7 @@ def find_cuda() -> Cuda:
 
 def _tensorflow_cuda() -> str:
     """Return the CUDA version with which the installed TensorFlow was built, e.g. "12.5.1"."""
-    program = "from tensorflow.python.platform.build_info import build_info; print(build_info.get('cuda_version'))"
+    program = "import tensorflow as tf; print(tf.sysconfig.get_build_info().get('cuda_version'))"
     env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     outcome = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
     version = outcome.stdout.strip().rpartition("\n")[2]
