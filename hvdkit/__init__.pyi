@@ -54,9 +54,12 @@ from .errors import DataError as DataError
 from .errors import HvdkitError as HvdkitError
 from .errors import NonFiniteError as NonFiniteError
 from .errors import PlanError as PlanError
+from .keras.evaluating import evaluate as evaluate
+from .keras.fitting import fit as fit
+from .keras.loading import load_model as load_model
+from .keras.predicting import predict as predict
 from .optimizer.average import average_gradients as average_gradients
 from .optimizer.distributed import DistributedOptimizer as DistributedOptimizer
-from .optimizer.loading import load_model as load_model
 from .optimizer.local_variables import register_local_variables as register_local_variables
 from .optimizer.rank_state import synchronize as synchronize
 from .optimizer.tape import DistributedGradientTape as DistributedGradientTape
@@ -66,6 +69,3 @@ from .sharding.plan import plan_tables as plan_tables
 from .sharding.variables import broadcast_variables as broadcast_variables
 from .sharding.variables import compare_variables as compare_variables
 from .supervisor import Supervisor as Supervisor
-from .training import evaluate as evaluate
-from .training import fit as fit
-from .training import predict as predict

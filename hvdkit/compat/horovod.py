@@ -32,8 +32,8 @@ from hvdkit.collectives import (
     rank_op,
     size_op,
 )
-from hvdkit.compat import horovod_callbacks as callbacks
 from hvdkit.errors import describe, see
+from hvdkit.keras import horovod_callbacks as callbacks
 
 global_process_set = None
 """All ranks."""

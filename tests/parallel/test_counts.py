@@ -9,10 +9,10 @@ import tensorflow as tf
 from helpers.counting import Exchange, PythonCalls, counting
 
 import hvdkit as hk
+from hvdkit.keras import metric_combiner
 from hvdkit.sharding.id_checks import FAULT_CODE_LENGTH
 from hvdkit.supervisor import session
 from hvdkit.supervisor.pace import Pace
-from hvdkit.training import metric_combiner
 
 opts = keras.optimizers
 SHAPES = [(8, 16), (16,), (16, 4), (4,)]

@@ -222,7 +222,7 @@ def test_the_flight_recorder_reads_graphs_that_have_run_and_no_others(monkeypatc
 
 def test_fits_do_not_make_tensorflow_warn_of_retracing(monkeypatch):
     """TensorFlow warns if a function is created again and again."""
-    from hvdkit.training.data_end import report_end_of_data
+    from hvdkit.keras.data_end import report_end_of_data
 
     logged = []
     monkeypatch.setattr(tf.get_logger(), "warning", lambda text, *_: logged.append(text))

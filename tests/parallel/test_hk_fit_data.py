@@ -12,7 +12,7 @@ from helpers.as_one import compare, line, plain, ported, same_logs, same_weights
 from helpers.pairwise import some_at
 
 import hvdkit as hk
-from hvdkit.training.inputs import FitData
+from hvdkit.keras.inputs import FitData
 
 layers = keras.layers
 

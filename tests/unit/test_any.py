@@ -40,11 +40,11 @@ STAYS_ANY = {
         "data.mixtures.Mixture.*.return",
         "optimizer.tape.DistributedGradientTape.gradient.*",
         "supervisor.session.Supervisor.batches.return",
-        "training.*.sample_weight",
-        "training.*.x",
-        "training.*.y",
-        "training.fitting.fit.validation_data",
-        "training.predicting.predict.return",
+        "keras.*.sample_weight",
+        "keras.*.x",
+        "keras.*.y",
+        "keras.fitting.fit.validation_data",
+        "keras.predicting.predict.return",
     },
 }
 PATTERNS = sorted(set().union(*STAYS_ANY.values()))

@@ -41,7 +41,7 @@ WITHOUT_EXAMPLE = {
     "hvdkit.supervisor.session.Supervisor.close",
     "hvdkit.supervisor.session.Supervisor.end_epoch",
     "hvdkit.supervisor.session.Supervisor.enter_fit",
-    "hvdkit.callbacks.step_callbacks._StepCounter.count",  # SupervisorCallback calls it
+    "hvdkit.keras.step_callbacks._StepCounter.count",  # SupervisorCallback calls it
 }
 ROLE = re.compile(r":[a-z]+:`|::\n")
 PROSE_RAISES = re.compile(r"\braises? (?:an? )?[A-Z]\w+(?:Error|Exception)\b", re.IGNORECASE)

@@ -11,7 +11,7 @@ import pytest
 from helpers.as_one import same_values
 
 import hvdkit as hk
-from hvdkit.callbacks.step_callbacks import stateful_callbacks
+from hvdkit.keras.step_callbacks import stateful_callbacks
 
 hk.init()
 ROWS = np.random.default_rng(6).normal(size=(24, 3)).astype("f4")
@@ -167,7 +167,7 @@ def test_a_fit_sees_its_own_callbacks_only():
 
 
 def test_nobody_is_kept_alive_for_having_a_state():
-    from hvdkit.callbacks import step_callbacks
+    from hvdkit.keras import step_callbacks
 
     gc.collect()
     before = len(step_callbacks._stateful)

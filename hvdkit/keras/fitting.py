@@ -10,18 +10,18 @@ from typing import Any
 import keras
 from keras import tree
 
-from hvdkit.callbacks import SupervisorCallback
 from hvdkit.data import GlobalBatches
 from hvdkit.errors import describe
 from hvdkit.internals import array_slicing, data_adapter_utils
-from hvdkit.training.attribute_swap import swap_attributes
-from hvdkit.training.fit_session import FitSession, check_model, check_not_alone, warn_of_local_statistics
-from hvdkit.training.global_batch_shares import GlobalBatchShares
-from hvdkit.training.inputs import DataPair, FitData, check_batch_size_of_model, prepare_data
-from hvdkit.training.keras_callbacks import CallbackList
-from hvdkit.training.model_optimizers import warn_of_float8, warn_of_repeated_rows
-from hvdkit.training.own_methods import call_own, has_own, keras_method
-from hvdkit.training.source_checks import warn_of_sums
+from hvdkit.keras.attribute_swap import swap_attributes
+from hvdkit.keras.fit_session import FitSession, check_model, check_not_alone, warn_of_local_statistics
+from hvdkit.keras.global_batch_shares import GlobalBatchShares
+from hvdkit.keras.inputs import DataPair, FitData, check_batch_size_of_model, prepare_data
+from hvdkit.keras.keras_callbacks import CallbackList
+from hvdkit.keras.model_optimizers import warn_of_float8, warn_of_repeated_rows
+from hvdkit.keras.own_methods import call_own, has_own, keras_method
+from hvdkit.keras.source_checks import warn_of_sums
+from hvdkit.keras.supervisor_callback import SupervisorCallback
 
 
 def fit(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 
 from hvdkit import cluster
@@ -13,7 +11,7 @@ from hvdkit.errors import describe
 _ON_CHIEF: WeakRegistry[bool] = WeakRegistry()
 
 
-def on_chief(callback: Any) -> keras.callbacks.Callback:
+def on_chief(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
     """Return ``callback`` on the chief, and a no-op callback on every other rank.
 
     Use it in ``hk.fit`` and plain ``model.fit`` for callbacks that write files or connect to a server. Such a callback

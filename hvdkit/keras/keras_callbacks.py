@@ -13,18 +13,18 @@ import tensorflow as tf
 from keras import tree
 
 from hvdkit import cluster
-from hvdkit.callbacks.chief import is_on_chief
 from hvdkit.cluster.agreement import agree, compare, gather
 from hvdkit.collectives import broadcast_object
 from hvdkit.errors import CollectiveMismatchError, see
 from hvdkit.internals import is_default, pythonify_logs
+from hvdkit.keras.chief import is_on_chief
+from hvdkit.keras.data_end import report_end_of_data
+from hvdkit.keras.fit_session import FitSession
+from hvdkit.keras.model_optimizers import optimizers_of
+from hvdkit.keras.row_gathering import gather_rows
+from hvdkit.keras.shares import Shares
 from hvdkit.machine.terminal import on_terminal
 from hvdkit.sharding.variables import compare_variables
-from hvdkit.training.data_end import report_end_of_data
-from hvdkit.training.fit_session import FitSession
-from hvdkit.training.model_optimizers import optimizers_of
-from hvdkit.training.row_gathering import gather_rows
-from hvdkit.training.shares import Shares
 
 # Callbacks that write files or connect to a server.
 _WRITERS = (

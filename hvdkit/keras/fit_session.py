@@ -17,29 +17,29 @@ from hvdkit.cluster.logs import get_logger, warn_once
 from hvdkit.collectives import broadcast_object
 from hvdkit.collectives.weak_registry import Attached
 from hvdkit.errors import ClusterError, HvdkitError, describe
-from hvdkit.layers import average_moving_statistics, synchronize_batch_normalization
-from hvdkit.optimizer.rank_state import compare_constants, compare_state, digests_of, state_of
-from hvdkit.sharding.shards import holding_of, is_seed_state, shard_of
-from hvdkit.sharding.variables import broadcast_variables
-from hvdkit.sharding.vocabulary import warn_of_full_buckets
-from hvdkit.training.atomic_saving import make_saving_atomic
-from hvdkit.training.attribute_swap import exchange_attributes, swap_attributes
-from hvdkit.training.data_end import report_end_of_data
-from hvdkit.training.losses import check_loss
-from hvdkit.training.metric_checks import MetricChecks
-from hvdkit.training.metric_combiner import MetricCombiner
-from hvdkit.training.model_optimizers import (
+from hvdkit.keras.atomic_saving import make_saving_atomic
+from hvdkit.keras.attribute_swap import exchange_attributes, swap_attributes
+from hvdkit.keras.data_end import report_end_of_data
+from hvdkit.keras.losses import check_loss
+from hvdkit.keras.metric_checks import MetricChecks
+from hvdkit.keras.metric_combiner import MetricCombiner
+from hvdkit.keras.model_optimizers import (
     compare_optimizers,
     distribute_optimizers,
     following_originals,
     optimizers_of,
     plain_optimizers_of,
 )
-from hvdkit.training.own_methods import as_plain
-from hvdkit.training.rank_seeds import global_generator, rank_seeds, spread_seeds
-from hvdkit.training.shares import Shares
-from hvdkit.training.strategies import leave_strategy
-from hvdkit.training.train_steps import ShareSteps, Step
+from hvdkit.keras.own_methods import as_plain
+from hvdkit.keras.rank_seeds import global_generator, rank_seeds, spread_seeds
+from hvdkit.keras.shares import Shares
+from hvdkit.keras.strategies import leave_strategy
+from hvdkit.keras.train_steps import ShareSteps, Step
+from hvdkit.layers import average_moving_statistics, synchronize_batch_normalization
+from hvdkit.optimizer.rank_state import compare_constants, compare_state, digests_of, state_of
+from hvdkit.sharding.shards import holding_of, is_seed_state, shard_of
+from hvdkit.sharding.variables import broadcast_variables
+from hvdkit.sharding.vocabulary import warn_of_full_buckets
 from hvdkit.watchdog.reporter import reporter
 
 _FUNCTIONS = ("train_function", "test_function", "predict_function")

@@ -1,7 +1,7 @@
 """Run the model's own step on this rank's share of a global batch.
 
 ``ShareSteps`` provides replacements for ``model.train_step``, ``model.test_step`` and ``model.predict_step``. Each
-takes an element ``(data, info)`` of :mod:`hvdkit.training.shares` and calls the model's original step on ``data``.
+takes an element ``(data, info)`` of :mod:`hvdkit.keras.shares` and calls the model's original step on ``data``.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from hvdkit.collectives.batch_share import current_factor, share_of_batch
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.errors import describe, see
 from hvdkit.internals import get_keras_mask
+from hvdkit.keras.attribute_swap import swap_attributes
+from hvdkit.keras.data_end import require_batch_on_every_rank
+from hvdkit.keras.losses import rescaled, rescaled_vector
+from hvdkit.keras.row_means import RowMeans
+from hvdkit.keras.shares import number_of_rows, slice_tensor
 from hvdkit.optimizer.batch_norm import synchronized_statistics
 from hvdkit.optimizer.rank_state import StateCombiner, state_of
 from hvdkit.sharding.shards import differs_by_rank
-from hvdkit.training.attribute_swap import swap_attributes
-from hvdkit.training.data_end import require_batch_on_every_rank
-from hvdkit.training.losses import rescaled, rescaled_vector
-from hvdkit.training.row_means import RowMeans
-from hvdkit.training.shares import number_of_rows, slice_tensor
 
 Step = Callable[[Any], Any]
 _COMPILED_LOSSES = ("loss", "_compile_loss")

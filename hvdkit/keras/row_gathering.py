@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.cluster.agreement import gather
-from hvdkit.training.shares import DataRank, data_group
+from hvdkit.keras.shares import DataRank, data_group
 
 _CHUNK_BYTES = 64 * 2**20
 """Bytes of each rank's predictions per exchange."""

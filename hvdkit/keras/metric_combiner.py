@@ -12,8 +12,8 @@ from hvdkit import cluster
 from hvdkit.cluster import Group
 from hvdkit.cluster.agreement import gather
 from hvdkit.collectives import Sum, grouped_allreduce
-from hvdkit.training.metric_checks import metric_states
-from hvdkit.training.shares import data_group
+from hvdkit.keras.metric_checks import metric_states
+from hvdkit.keras.shares import data_group
 
 Logs = Mapping[str, Any]
 

@@ -24,7 +24,7 @@ from hvdkit.collectives.ops import ReduceOp
 from hvdkit.collectives.tensors import grouped_allreduce
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.internals import get_keras_mask, reduce_weighted_values, squeeze_or_expand_to_same_rank
-from hvdkit.training.shares import data_group
+from hvdkit.keras.shares import data_group
 
 _MEANS = ("sum_over_batch_size", "mean")
 

@@ -27,7 +27,7 @@ from hvdkit.collectives.batch_share import current_factor
 from hvdkit.collectives.conversion import untracked_variable
 from hvdkit.errors import describe
 from hvdkit.internals import get_keras_mask, set_keras_mask
-from hvdkit.training.attribute_swap import swap_attributes
+from hvdkit.keras.attribute_swap import swap_attributes
 
 _REMEDY = "keep sums and counts in the metric's variables, as keras.metrics.Mean does, or compute it after hk.predict"
 _UNKNOWN = 0

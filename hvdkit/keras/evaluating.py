@@ -7,11 +7,11 @@ from typing import Any
 
 import keras
 
-from hvdkit.training.fit_session import FitSession, check_model, check_not_alone
-from hvdkit.training.global_batch_shares import GlobalBatchShares
-from hvdkit.training.inputs import DataPair, FitData, check_batch_size_of_model, prepare_data
-from hvdkit.training.keras_callbacks import CallbackList
-from hvdkit.training.own_methods import call_own, has_own, keras_method
+from hvdkit.keras.fit_session import FitSession, check_model, check_not_alone
+from hvdkit.keras.global_batch_shares import GlobalBatchShares
+from hvdkit.keras.inputs import DataPair, FitData, check_batch_size_of_model, prepare_data
+from hvdkit.keras.keras_callbacks import CallbackList
+from hvdkit.keras.own_methods import call_own, has_own, keras_method
 
 
 def evaluate(

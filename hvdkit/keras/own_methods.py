@@ -21,7 +21,7 @@ import keras
 
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.internals import TensorFlowTrainer
-from hvdkit.training.attribute_swap import swap_attributes
+from hvdkit.keras.attribute_swap import swap_attributes
 
 _PLAIN_METHODS: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 _PLAIN = (bool, int, float, str, type(None))

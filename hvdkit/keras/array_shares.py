@@ -14,7 +14,7 @@ import xxhash
 from keras import tree
 
 from hvdkit.internals import ArrayDataAdapter, array_slicing
-from hvdkit.training.shares import DataRank, Element, Shares, untuned_options
+from hvdkit.keras.shares import DataRank, Element, Shares, untuned_options
 
 
 class ArrayShares(Shares):

@@ -15,11 +15,11 @@ from hvdkit.cluster.agreement import compare, gather
 from hvdkit.cluster.logs import warn_once
 from hvdkit.collectives.ops import ReduceOp
 from hvdkit.errors import describe
+from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.optimizer.copies import Original
 from hvdkit.optimizer.distributed import distribute
 from hvdkit.optimizer.mixins import DistributedMixin
 from hvdkit.sharding.optimizer_configs import config_of
-from hvdkit.training.attribute_swap import swap_attributes
 
 _MAX_OPTIMIZERS = 64  # longer lists are assumed to contain something else
 

@@ -11,12 +11,12 @@ from keras import tree
 from hvdkit import cluster
 from hvdkit.collectives.call_checks import Call, agree_on_call, attempt
 from hvdkit.errors import describe
-from hvdkit.training.fit_session import FitSession, check_not_alone
-from hvdkit.training.inputs import DataPair, FitData, check_batch_size_of_model, prepare_data
-from hvdkit.training.keras_callbacks import CallbackList
-from hvdkit.training.own_methods import call_own, has_own, keras_method
-from hvdkit.training.row_gathering import gather_rows, kind_of, number_of_local_rows
-from hvdkit.training.train_steps import OUTPUTS_REMEDY
+from hvdkit.keras.fit_session import FitSession, check_not_alone
+from hvdkit.keras.inputs import DataPair, FitData, check_batch_size_of_model, prepare_data
+from hvdkit.keras.keras_callbacks import CallbackList
+from hvdkit.keras.own_methods import call_own, has_own, keras_method
+from hvdkit.keras.row_gathering import gather_rows, kind_of, number_of_local_rows
+from hvdkit.keras.train_steps import OUTPUTS_REMEDY
 
 
 def predict(

@@ -1,4 +1,4 @@
-"""Keras training for the whole job: ``hk.fit``, ``hk.evaluate`` and ``hk.predict``.
+"""All that knows Keras's ``fit``: ``hk.fit``, ``hk.evaluate`` and ``hk.predict``, and callbacks for plain ``fit``.
 
 Each rank runs Keras's own loop on its share of every global batch, so that N ranks give the results of one process.
 Users pass the whole data set on every rank; they get Keras's History, metrics or predictions, equal on all ranks. Start
@@ -11,10 +11,8 @@ with ``fitting.py``; the other two calls follow the same steps:
     train_steps.py      the model's own step, run on a share; losses.py rescales losses that are not means over rows
     keras_callbacks.py  runs the user's callbacks, and compares their decisions between ranks
     metric_combiner.py  from the ranks' metric states to the logs of one process
+
+In plain ``fit``, each rank trains on its own data, and the callbacks of ``hvdkit.callbacks`` keep the ranks equal:
+``broadcast.py``, the smallest, ``metrics.py``, ``step_callbacks.py`` and ``supervisor_callback.py``, which runs the
+whole session of ``hk.supervisor``. ``horovod_callbacks.py`` has those of Horovod.
 """
-
-from hvdkit.training.evaluating import evaluate
-from hvdkit.training.fitting import fit
-from hvdkit.training.predicting import predict
-
-__all__ = ["evaluate", "fit", "predict"]

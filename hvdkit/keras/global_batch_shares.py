@@ -12,7 +12,7 @@ from hvdkit.data import GlobalBatches
 from hvdkit.data.arguments import keras_parts
 from hvdkit.errors import describe, integer
 from hvdkit.internals import TFDatasetAdapter, make_class_weight_map_fn
-from hvdkit.training.shares import DataRank, Shares
+from hvdkit.keras.shares import DataRank, Shares
 
 
 class GlobalBatchShares(Shares):

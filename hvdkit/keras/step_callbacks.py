@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.cluster.logs import get_logger
@@ -363,7 +364,7 @@ class StepLog(_StepCounter):
         if self._due(step):
             self.step(step, allreduce(float((logs or {}).get("loss", math.nan))))
 
-    def step(self, step: int, loss: Any) -> None:
+    def step(self, step: int, loss: float | tf.Tensor | np.ndarray) -> None:
         """Log a line on the chief if ``step`` is due.
 
         Args:

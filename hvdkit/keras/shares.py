@@ -9,7 +9,7 @@ N must divide each length (see :class:`BatchDivision`). The elements of a datase
     digest   int64, digest of the first and last rows of the global batch, to compare the ranks' data; 0 after the
              first batch, if every epoch starts with that batch
     rows     int32, b; used to restore the order of the global batch in predictions
-    may_end_anywhere  present if the length of the data is unknown (see :mod:`hvdkit.training.data_end`)
+    may_end_anywhere  present if the length of the data is unknown (see :mod:`hvdkit.keras.data_end`)
 """
 
 from __future__ import annotations

@@ -9,9 +9,11 @@ import keras
 import numpy as np
 
 from hvdkit import cluster
-from hvdkit.callbacks import BroadcastInitial, LearningRateWarmup, MetricAverage
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import describe
+from hvdkit.keras.broadcast import BroadcastInitial
+from hvdkit.keras.metrics import MetricAverage
+from hvdkit.keras.step_callbacks import LearningRateWarmup
 
 __all__ = [
     "BroadcastGlobalVariablesCallback",

@@ -20,10 +20,10 @@ from hvdkit.data.files.source import FileSource
 from hvdkit.data.mixtures import Mixture
 from hvdkit.errors import describe
 from hvdkit.internals import ArrayDataAdapter, DataAdapter, PyDatasetAdapter, context, data_adapters
-from hvdkit.training.array_shares import ArrayShares
-from hvdkit.training.global_batch_shares import GlobalBatchShares
-from hvdkit.training.shares import DataRank, LateAdapter, Shares, first_tensor
-from hvdkit.training.strategies import check_no_scope
+from hvdkit.keras.array_shares import ArrayShares
+from hvdkit.keras.global_batch_shares import GlobalBatchShares
+from hvdkit.keras.shares import DataRank, LateAdapter, Shares, first_tensor
+from hvdkit.keras.strategies import check_no_scope
 
 DataPair = tuple[Shares, Shares | None]
 """Shares of the data, and of the validation data if there are any."""

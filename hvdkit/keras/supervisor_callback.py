@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from hvdkit import cluster
-from hvdkit.callbacks.step_callbacks import stateful_callbacks
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import HvdkitError, describe
+from hvdkit.keras.step_callbacks import stateful_callbacks
 from hvdkit.optimizer.mixins import set_supervised
 from hvdkit.sharding.shards import AnyVariable
 from hvdkit.supervisor.session import Supervisor

@@ -24,7 +24,7 @@ from hvdkit.cluster.logs import warn_once
 from hvdkit.collectives.calls import refusing_collectives
 from hvdkit.collectives.conversion import untracked_variable
 from hvdkit.errors import see
-from hvdkit.training.attribute_swap import swap_attributes
+from hvdkit.keras.attribute_swap import swap_attributes
 
 Values = Callable[[Any, Any], Any]
 _TOLERANCE = 1e-4  # of the largest magnitude; 16-bit floats have 3 digits

@@ -1,9 +1,0 @@
-from .broadcast import BroadcastInitial as BroadcastInitial
-from .chief import on_chief as on_chief
-from .metrics import MetricAverage as MetricAverage
-from .step_callbacks import LearningRateWarmup as LearningRateWarmup
-from .step_callbacks import StepLog as StepLog
-from .step_callbacks import StopOnDivergence as StopOnDivergence
-from .step_callbacks import StopOnNonFinite as StopOnNonFinite
-from .step_callbacks import check_finite as check_finite
-from .supervisor_callback import SupervisorCallback as SupervisorCallback
