@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hvdkit.errors import CheckpointError, CorruptCheckpointError
+from hvdkit.machine.replacing import replaced, sync
 
 _REMEDIES = {
     errno.ENOSPC: "free space there, or save elsewhere",
@@ -115,15 +116,6 @@ def read_bounded(path: Path, most: int) -> bytes:
         return file.read(size)
 
 
-def sync(path: Path) -> None:
-    """Sync a file or a folder to disk. A new or renamed file is durable only after its folder is synced."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 @contextlib.contextmanager
 def atomic_file(path: Path, mode: str) -> Iterator[IO[Any]]:
     """Yield a temporary file to write, which is synced and renamed to ``path`` at the end, or removed on an error.
@@ -132,16 +124,12 @@ def atomic_file(path: Path, mode: str) -> Iterator[IO[Any]]:
         CheckpointError: it cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with checkpoint_errors(path, "written"):
-        try:
-            with temporary.open(mode, encoding=None if "b" in mode else "utf-8") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+    with (
+        checkpoint_errors(path, "written"),
+        replaced(path, temporary, durable=True),
+        temporary.open(mode, encoding=None if "b" in mode else "utf-8") as file,
+    ):
+        yield file
 
 
 def write_text(path: Path, text: str) -> None:

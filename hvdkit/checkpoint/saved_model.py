@@ -21,6 +21,7 @@ from hvdkit.checkpoint.reading import Reader
 from hvdkit.checkpoint.restoring import read_part, restore_values
 from hvdkit.checkpoint.state import flatten
 from hvdkit.errors import describe
+from hvdkit.machine.replacing import replaced
 from hvdkit.sharding.shards import shard_of
 
 
@@ -92,16 +93,12 @@ def _check_model(model: Any) -> None:
 
 def _export(model: Any, directory: Path, overwrite: bool) -> None:
     temporary = directory.with_name(f".{directory.name}.{os.getpid()}")
-    try:
-        with checkpoint_errors(directory, "written"):
-            directory.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.redirect_stdout(io.StringIO()):  # it would print the temporary name
-                model.export(temporary)
-            if directory.is_dir() and overwrite:
-                remove_folder(directory)
-            temporary.rename(directory)
-    finally:
-        remove_folder(temporary)
+    with checkpoint_errors(directory, "written"), replaced(directory, temporary):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.redirect_stdout(io.StringIO()):  # it would print the temporary name
+            model.export(temporary)
+        if directory.is_dir() and overwrite:
+            remove_folder(directory)
 
 
 def _restore(path: Path, into: dict[str, Any]) -> None:

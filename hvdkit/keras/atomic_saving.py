@@ -19,6 +19,8 @@ import keras
 
 from hvdkit.internals import ask_to_proceed_with_overwrite, is_remote_path
 
+from hvdkit.machine.replacing import replaced
+
 # Methods, and suffixes of the single files that they write.
 _SUFFIXES = {"save": (".keras", ".h5", ".hdf5"), "save_weights": (".weights.h5",)}
 
@@ -46,13 +48,10 @@ def _atomic(method: Callable[..., Any], suffixes: tuple[str, ...]) -> Callable[.
             return None
         suffix = next(suffix for suffix in suffixes if target.name.endswith(suffix))
         temporary = target.with_name(f".writing-{uuid.uuid4().hex}{suffix}")
-        try:
+        with replaced(target, temporary):
             method(str(temporary))
             if target.exists():
                 shutil.copymode(target, temporary)
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
         return None
 
     return save

@@ -16,4 +16,5 @@ limits.py         limits of this process
 terminal.py       whether the user sees this process on a terminal; tables with aligned columns
 processes.py      this boot; processes by PID and start time: their state and activity, and how to end them
 subprocesses.py   running commands that may crash or hang
+replacing.py      replacing a file or folder at once
 """

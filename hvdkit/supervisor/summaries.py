@@ -24,9 +24,10 @@ from tensorboard.plugins.histogram import metadata as histogram_metadata
 from tensorboard.plugins.image import metadata as image_metadata
 from tensorboard.util.tensor_util import make_tensor_proto
 
-from hvdkit.checkpoint.files import checkpoint_errors, open_regular, regular_size, remedy_of, sync
+from hvdkit.checkpoint.files import checkpoint_errors, open_regular, regular_size, remedy_of
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import CheckpointError, describe
+from hvdkit.machine.replacing import replaced, sync
 
 BUCKETS = 30
 """Buckets per histogram, the same number as TensorBoard's own."""
@@ -245,13 +246,11 @@ def _scan(path: Path, step: int) -> tuple[int, bool]:
 
 
 def _rewrite(path: Path, temporary: Path, step: int) -> None:
-    with tf.io.TFRecordWriter(os.fsencode(temporary)) as writer:
+    with replaced(path, temporary, durable=True), tf.io.TFRecordWriter(os.fsencode(temporary)) as writer:
         for record, at in _records(path):
             if at <= step:
                 writer.write(record)
         writer.flush()
-    sync(temporary)
-    temporary.replace(path)
     sync(path.parent)
 
 

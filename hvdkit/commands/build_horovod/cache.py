@@ -15,6 +15,7 @@ from filelock import FileLock, Timeout
 
 from hvdkit.commands.build_horovod.build_progress import BuildProgress
 from hvdkit.errors import BuildError, describe
+from hvdkit.machine.replacing import replaced
 
 
 def default_folder() -> Path:
@@ -59,12 +60,10 @@ def cached_wheel(entry: Path) -> Path | None:
 
 def store(file: Path, folder: Path) -> Path:
     """Copy ``file`` into ``folder`` atomically; return the copy."""
-    partial = folder / f"{file.name}.{os.getpid()}.partial"
-    try:
+    copy = folder / file.name
+    with replaced(copy, folder / f"{file.name}.{os.getpid()}.partial") as partial:
         shutil.copyfile(file, partial)
-        return partial.replace(folder / file.name)
-    finally:
-        partial.unlink(missing_ok=True)
+    return copy
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from hvdkit.cluster.logs import get_logger
 from hvdkit.data.files.filesystems import open_regular
 from hvdkit.data.files.listing import File
 from hvdkit.data.files.storage import OpenFile, opened
+from hvdkit.machine.replacing import replaced
 
 _VERSION = 2
 _HEADER_BYTES = _SAMPLE_BYTES = 4096
@@ -97,13 +98,10 @@ def _write(path: Path, header: dict[str, object], offsets: np.ndarray) -> None:
     line = json.dumps({**header, "checksum": checksum}).encode().ljust(_HEADER_BYTES - 1) + b"\n"
     _sweep(path.parent)
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    try:
-        with temporary.open("xb") as file:
-            file.write(line)
-            offsets.tofile(file)  # not synced: after a crash, the checksum shows what is missing
-        temporary.rename(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    # Not durable: after a crash, the checksum shows what is missing.
+    with replaced(path, temporary), temporary.open("xb") as file:
+        file.write(line)
+        offsets.tofile(file)
 
 
 @cache

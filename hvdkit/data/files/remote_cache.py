@@ -26,6 +26,7 @@ from hvdkit.data.files.listing import File, disappeared, require_unchanged
 from hvdkit.data.files.program_end import pause
 from hvdkit.data.files.ranges import read_range
 from hvdkit.errors import DataError
+from hvdkit.machine.replacing import replaced
 
 _OWN_FILES = re.compile(r"[0-9a-f]{32}|\.[0-9a-f]{32}\.[0-9a-f]{8}")  # chunks, and those that are being written
 _CHUNK = 2**22
@@ -134,11 +135,8 @@ def _keep(path: Path, data: bytes) -> None:
     global _written
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
+    with replaced(path, temporary):
         temporary.write_bytes(data + xxhash.xxh3_64_digest(data))
-        temporary.rename(path)
-    finally:
-        temporary.unlink(missing_ok=True)
     _written += 1
     if _written % _BETWEEN_SWEEPS == 1:
         _sweep(path.parent)
