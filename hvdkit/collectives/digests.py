@@ -61,14 +61,16 @@ def _bytes_of(value: tf.Tensor) -> Any:
 
 def digest_of_batch(data: Any) -> tf.Tensor:
     """Return an int64 hash of a batch's first rows, last rows and numbers of rows."""
+
+    def ends(x: tf.Tensor) -> Any:
+        return (x[:1], x[-1:], tf.shape(x)[0]) if x.shape.rank else x
+
+    return hash_of([ends(x) for x in tf.nest.flatten(data, expand_composites=True) if x is not None])
+
+
+def hash_of(data: Any) -> tf.Tensor:
+    """Return an int64 hash of all tensors in a structure, including their dtypes and shapes."""
     total = tf.zeros([], tf.int64)
-    for index, leaf in enumerate(leaf for leaf in tf.nest.flatten(data) if leaf is not None):
-        x = getattr(leaf, "flat_values", getattr(leaf, "values", leaf)) if not isinstance(leaf, tf.Tensor) else leaf
-        ends = x[None]
-        rows = tf.ones([], tf.int64)
-        if x.shape.rank:
-            ends = tf.concat([x[:1], x[-1:]], 0)
-            rows = tf.shape(x, tf.int64)[0]
-        hashed = tf.strings.to_hash_bucket_fast(tf.io.serialize_tensor(ends), 2**62)
-        total = total * 1_000_003 + hashed + rows * (index + 1)
+    for x in tf.nest.flatten(data, expand_composites=True):
+        total = total * 1_000_003 + tf.strings.to_hash_bucket_fast(tf.io.serialize_tensor(x), 2**62)
     return total

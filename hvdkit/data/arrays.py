@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import optree
 from hvdkit.data.aligned import aligned_empty
 from hvdkit.data.indexed import Shuffle, batches_of_epoch
 from hvdkit.data.order import Order, RankRows, Remainder, shuffled_indices
+from hvdkit.data.sampling import digest_of_rows
 from hvdkit.errors import describe
 
 
@@ -132,15 +132,10 @@ class ArraySource:
         return {}
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return shapes, dtypes and a checksum of up to 8 evenly spaced rows."""
-        sampled = np.unique(np.linspace(0, self.examples - 1, 8).astype(np.int64))
-        checksum = 0
-        kinds = {}
-        for column in self._columns:
-            rows = column.read(sampled)
-            kinds[column.name] = f"{rows.dtype.name}{[self.examples, *rows.shape[1:]]}"
-            checksum = zlib.crc32(np.ascontiguousarray(rows).tobytes(), checksum)
-        return {"examples": self.examples, "arrays": kinds, "rows": checksum}
+        """Return shapes, dtypes and a digest of up to 8 evenly spaced rows."""
+        kinds, digest = digest_of_rows([column.read for column in self._columns], self.examples)
+        names = [column.name for column in self._columns]
+        return {"examples": self.examples, "arrays": dict(zip(names, kinds, strict=True)), "rows": digest}
 
 
 class _Column:

@@ -6,7 +6,6 @@ runs only on the rows kept.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,11 +48,13 @@ class StreamSource:
         """
         import tensorflow as tf
 
+        from hvdkit.collectives.digests import hash_of
+
         def keep_rows(*window: Any) -> Any:
             columns = window if isinstance(self._dataset.element_spec, tuple) else window[0]
             count = tf.nest.flatten(columns)[0].cardinality()
             rows = tf.data.Dataset.zip(columns)
-            digest = tf.zeros([], tf.int64) if rank_rows.with_filler else _digest(rows.take(1).get_single_element())
+            digest = tf.zeros([], tf.int64) if rank_rows.with_filler else hash_of(rows.take(1).get_single_element())
             kept = rows.repeat().skip(rank_rows.first(count)).take(rank_rows.max_rows)
             return tf.data.Dataset.zip((kept, tf.data.Dataset.from_tensors((count, digest)).repeat()))
 
@@ -76,14 +77,11 @@ class StreamSource:
         return {}
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the number and type of the examples, and a checksum of the first two."""
-        import tensorflow as tf
+        """Return the number and type of the examples, and a digest of the first two."""
+        from hvdkit.collectives.digests import hash_of
 
-        checksum = 0
-        for example in self._dataset.take(2):
-            for leaf in tf.nest.flatten(example, expand_composites=True):
-                checksum = zlib.crc32(tf.io.serialize_tensor(leaf).numpy(), checksum)
-        return {"examples": self.examples, "arrays": {"dataset": str(self._dataset.element_spec)}, "rows": checksum}
+        digest = int(hash_of(list(self._dataset.take(2))))
+        return {"examples": self.examples, "arrays": {"dataset": str(self._dataset.element_spec)}, "rows": digest}
 
     def _ordered(self, epoch: int, shuffle: Shuffle) -> Any:
         if shuffle.seed is None:
@@ -116,13 +114,3 @@ def _first_rows(batch: Any, rows: int, max_rows: int) -> Any:
         return x[:rows]
 
     return batch if rows == max_rows else tf.nest.map_structure(first, batch)
-
-
-def _digest(example: Any) -> Any:
-    """Return an int64 hash of an example."""
-    import tensorflow as tf
-
-    total = tf.zeros([], tf.int64)
-    for leaf in tf.nest.flatten(example, expand_composites=True):
-        total = total * 1_000_003 + tf.strings.to_hash_bucket_fast(tf.io.serialize_tensor(leaf), 2**62)
-    return total

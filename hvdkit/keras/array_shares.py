@@ -6,13 +6,14 @@ to the indices gives the same order. If ranks don't share a global seed, the chi
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-import xxhash
 from keras import tree
 
+from hvdkit.data.sampling import digest_of_rows
 from hvdkit.internals import ArrayDataAdapter, array_slicing
 from hvdkit.keras.shares import DataRank, Element, Shares, untuned_options
 
@@ -26,7 +27,7 @@ class ArrayShares(Shares):
         seed: the chief's seed for shuffling; None for Keras's own order, if it is the same on all ranks.
 
     Attributes:
-        digest: digest of sampled rows.
+        digest: dtypes and shapes of the arrays, and a digest of sampled rows.
     """
 
     inner: ArrayDataAdapter
@@ -34,7 +35,9 @@ class ArrayShares(Shares):
     def __init__(self, inner: ArrayDataAdapter, data_rank: DataRank, seed: int | None = None) -> None:
         super().__init__(inner, data_rank)
         self.seed = seed
-        self.digest = _digest(inner._inputs, inner._num_samples)
+        arrays = tree.flatten(array_slicing.convert_to_sliceable(inner._inputs, target_backend="numpy"))
+        columns = [functools.partial(_numpy_rows, array) for array in arrays if array is not None]
+        self.digest = digest_of_rows(columns, inner._num_samples)
 
     @property
     def may_be_empty(self) -> bool:
@@ -108,14 +111,5 @@ def _take_rows(arrays: Any, indices: tf.Tensor) -> Any:
     return tree.traverse(take, arrays)
 
 
-def _digest(inputs: Any, examples: int) -> tuple[Any, ...]:
-    """Return what must be equal on all ranks: shapes, dtypes, and a hash of up to 8 rows spread over the arrays."""
-    sampled = np.unique(np.linspace(0, examples - 1, 8).astype(np.int64)) if examples else np.zeros(0, np.int64)
-    digest: list[Any] = [examples]
-    for array in tree.flatten(array_slicing.convert_to_sliceable(inputs, target_backend="numpy")):
-        if array is None:
-            continue
-        rows = np.ascontiguousarray(array.convert_to_numpy(array[sampled]))
-        data = repr(rows.tolist()).encode() if rows.dtype.hasobject else rows.tobytes()
-        digest.append((rows.dtype.name, tuple(map(int, rows.shape[1:])), xxhash.xxh3_64_intdigest(data)))
-    return tuple(digest)
+def _numpy_rows(array: Any, indices: np.ndarray) -> np.ndarray:
+    return np.asarray(array.convert_to_numpy(array[indices]))

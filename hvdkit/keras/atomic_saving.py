@@ -18,7 +18,6 @@ from typing import Any
 import keras
 
 from hvdkit.internals import ask_to_proceed_with_overwrite, is_remote_path
-
 from hvdkit.machine.replacing import replaced
 
 # Methods, and suffixes of the single files that they write.
