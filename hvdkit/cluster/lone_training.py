@@ -1,14 +1,13 @@
 """Notice that this rank trains although no gradients have been combined: N ranks train N unrelated models.
 
 Keras calls nothing of hvdkit in a program with a plain optimizer, and hvdkit changes nothing in Keras. Therefore, until
-a collective combines tensors, a thread looks at the stacks of this process ten times a second, and finds:
+a collective combines tensors, a thread looks for optimizers among the objects of this process: after a second, then at
+intervals that double up to ten minutes. The end of the program is another look.
 
-* Keras's ``fit``, and whether an epoch has ended in it;
-* ``apply`` of Keras's optimizers, in a training loop or while a step is traced.
-
-At the exit of the program, models and optimizers that still exist are searched, too. An optimizer whose number of
-iterations is 0 has not trained. One that was loaded from a file counts as trained only if it is found on a stack, in a
-graph, or as the optimizer of a model whose training function exists.
+While the program runs, only ``fit`` is reported, after its first epoch: some programs combine their weights less often
+than after each step. At the end, every optimizer is that has trained. Its number of iterations has then grown since the
+first look. Where this was the only look, it has trained if it has iterations and is in use, in a graph or by a model
+that has made its training function; others may have been loaded from a file.
 
 Collectives of single numbers, such as the mean of a loss or a metric, combine no gradients, except if all variables of
 the optimizer are single numbers.
@@ -17,34 +16,33 @@ the optimizer are single numbers.
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Iterable
 from functools import cache
-from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from hvdkit.cluster.live_objects import live_instances
 from hvdkit.cluster.logs import get_logger
 
-_SECONDS = 0.1
-_FIT = ("keras", "trainer.py")
-_APPLY = ("keras", "optimizer.py")
+_FIRST_SECONDS = 1.0
+_LONGEST_SECONDS = 600.0
 
 
-class _Updates(NamedTuple):
-    """The updates of an optimizer.
+class _Use(NamedTuple):
+    """How the program uses an optimizer.
 
     Attributes:
-        iterations: the optimizer's variable that counts them.
-        is_of_numbers: each variable that it trains is a single number.
+        is_used: a graph or a model's training function contains it.
+        has_ended_epoch: an epoch has ended in the last ``fit`` of its model.
     """
 
-    iterations: Any
-    is_of_numbers: bool
+    is_used: bool
+    has_ended_epoch: bool
 
 
 class LoneTraining:
@@ -59,9 +57,8 @@ class LoneTraining:
         self._has_combined_numbers = False
         self._is_reported = False
         self._size = 1
-        self._fits: dict[int, _Updates] = {}  # of the optimizers of running fits, by the id of the model
-        self._applied: dict[int, _Updates] = {}  # of optimizers seen in a step, by their id
-        self._earlier: dict[int, int] = {}  # numbers of iterations when the world began, by the variable's id
+        # The number of iterations of each optimizer from which this world counts.
+        self._first: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -71,10 +68,10 @@ class LoneTraining:
         self.is_combined = False
         self._has_combined_numbers = False
         self._is_reported = False
-        self._fits = {}
-        self._applied = {}
+        self._first.clear()
         if self._thread is not None:  # a world before this one may have trained
-            self._earlier = {id(each.iterations): _number(each.iterations) for each in _trained()}
+            with contextlib.suppress(Exception):  # other threads may change the objects
+                self._first.update((optimizer, _iterations(optimizer)) for optimizer in _optimizers())
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, args=[self._ended], name="hvdkit-lone-training", daemon=True)
         self._thread.start()
@@ -85,58 +82,33 @@ class LoneTraining:
         self.is_combined |= not all(_is_number(each) for each in values)
 
     def end(self) -> None:
-        """Stop watching, at the end of the program or of the world; report a loop that has trained alone."""
+        """Stop watching, at the end of the program or of the world, after a last look."""
         self._ended.set()
         if self._thread is not None:
-            self._thread.join(_SECONDS * 10)
-        if self.is_combined or self._is_reported or self._size == 1:
-            return
-        with contextlib.suppress(Exception):  # other threads may change the objects
-            for updates in [*self._fits.values(), *self._applied.values(), *_trained()]:
-                self._report_if_trained(updates)
+            self._thread.join(_FIRST_SECONDS)
+        if self._size > 1:
+            self._look(is_last=True)
 
     def _run(self, ended: threading.Event) -> None:
-        while not (ended.wait(_SECONDS) or self.is_combined or self._is_reported):
-            with contextlib.suppress(Exception):  # frames change while they are read
-                self._look()
+        seconds = _FIRST_SECONDS
+        while not (ended.wait(seconds) or self.is_combined or self._is_reported):
+            self._look(is_last=False)
+            seconds = min(2 * seconds, _LONGEST_SECONDS)
 
-    def _look(self) -> None:
-        running: dict[int, _Updates] = {}
-        own = threading.get_ident()
-        for thread, frame in sys._current_frames().items():
-            if thread != own:
-                for caller in _frames(frame):
-                    self._look_at(caller, running)
-        for key, updates in self._fits.items():
-            if key not in running:  # a fit that ended
-                self._report_if_trained(updates)
-        self._fits = running
-
-    def _look_at(self, frame: FrameType, running: dict[int, _Updates]) -> None:
-        code = frame.f_code
-        if code.co_name == "fit" and "epoch_iterator" in (*code.co_varnames, *code.co_cellvars):
-            if not _is_in(code.co_filename, *_FIT):
-                return
-            variables = frame.f_locals
-            optimizer = getattr(variables.get("self"), "optimizer", None)
-            if optimizer is None:
-                return
-            updates = _updates(optimizer)
-            running[id(variables["self"])] = updates
-            first = variables.get("initial_epoch") or 0
-            if variables.get("epoch", first) > first:
-                self._report_if_trained(updates)
-        elif code.co_name in ("apply", "apply_gradients") and _is_in(code.co_filename, *_APPLY):
-            optimizer = frame.f_locals.get("self")
-            self._applied[id(optimizer)] = _updates(optimizer)
-
-    def _report_if_trained(self, updates: _Updates) -> None:
+    def _look(self, *, is_last: bool) -> None:
         if self.is_combined or self._is_reported:
             return
-        if _number(updates.iterations) <= self._earlier.get(id(updates.iterations), 0):
-            return
-        if self._has_combined_numbers and updates.is_of_numbers:
-            return
+        with contextlib.suppress(Exception):  # other threads may change the objects
+            for optimizer, use in _optimizers().items():
+                number = _iterations(optimizer)
+                first = self._first.setdefault(optimizer, 0 if use.is_used else number)
+                if number <= first or not (is_last or use.has_ended_epoch):
+                    continue
+                if not (self._has_combined_numbers and _trains_numbers(optimizer)):
+                    self._report()
+                    return
+
+    def _report(self) -> None:
         self._is_reported = True
         get_logger().warning(
             "training: no gradients have been combined: each of %d ranks trains its own model; use "
@@ -152,20 +124,37 @@ def lone_training() -> LoneTraining:
     return LoneTraining()
 
 
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+def _optimizers() -> dict[Any, _Use]:
+    """Return the existing optimizers, and how the program uses each."""
+    keras = sys.modules.get("keras")
+    tf = sys.modules.get("tensorflow")
+    if keras is None or tf is None:
+        return {}
+    of_models: set[int] = set()
+    ended: set[int] = set()
+    for model in live_instances(keras.Model):
+        if getattr(model, "train_function", None) is not None:
+            of_models.add(id(model.optimizer))
+            history = getattr(model, "history", None)  # of the last fit; None for train_on_batch
+            if history is not None and history.epoch:
+                ended.add(id(model.optimizer))
+    captured = {id(outer) for graph in live_instances(tf.Graph) for outer, _ in getattr(graph, "captures", ())}
+    return {
+        each: _Use(id(each) in of_models or id(_handle(each)) in captured, id(each) in ended)
+        for each in live_instances(keras.optimizers.Optimizer)
+    }
 
 
-def _is_in(file: str, package: str, name: str) -> bool:
-    return f"/{package}/src/" in file and file.endswith(name)
+def _handle(optimizer: Any) -> Any:
+    """Return the tensor by which graphs refer to an optimizer's number of iterations."""
+    iterations = getattr(optimizer, "iterations", None)
+    return getattr(getattr(iterations, "value", None), "handle", None)
 
 
-def _number(iterations: Any) -> int:
-    """Return the value of an optimizer's ``iterations``; 0 if it cannot be read."""
+def _iterations(optimizer: Any) -> int:
+    """Return an optimizer's number of iterations; 0 if it cannot be read."""
     try:
-        return int(iterations.numpy())
+        return int(optimizer.iterations.numpy())
     except Exception:
         return 0
 
@@ -178,30 +167,7 @@ def _is_number(value: Any) -> bool:
         return False
 
 
-def _updates(optimizer: Any) -> _Updates:
+def _trains_numbers(optimizer: Any) -> bool:
+    """Return True if each variable of an optimizer is a single number."""
     variables = getattr(optimizer, "_trainable_variables", None) or ()  # empty until the optimizer is built
-    return _Updates(optimizer.iterations, bool(variables) and all(_is_number(each) for each in variables))
-
-
-def _trained() -> Iterator[_Updates]:
-    """Yield the updates of existing optimizers that have trained: by a model's function, or in a graph."""
-    keras = sys.modules.get("keras")
-    tf = sys.modules.get("tensorflow")
-    if keras is None or tf is None:
-        return
-    optimizers: list[Any] = []
-    captured: set[int] = set()
-    for each in gc.get_objects():
-        kind = type(each)
-        if issubclass(kind, keras.optimizers.Optimizer):
-            optimizers.append(each)
-        elif issubclass(kind, keras.Model):
-            optimizer = getattr(each, "optimizer", None)
-            if optimizer is not None and getattr(each, "train_function", None) is not None:
-                yield _updates(optimizer)
-        elif issubclass(kind, tf.Graph) and hasattr(each, "captures"):
-            captured.update(id(outer) for outer, _ in each.captures)
-    for optimizer in optimizers:
-        handle = getattr(optimizer.iterations.value, "handle", None)
-        if id(handle) in captured:
-            yield _updates(optimizer)
+    return bool(variables) and all(_is_number(each) for each in variables)

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 
 from hvdkit import cluster
+from hvdkit.cluster.live_objects import live_instances
 from hvdkit.errors import describe
 
 _coupled: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -49,7 +50,7 @@ def check_coupled(variables: Iterable[Any]) -> None:
     key = hash(frozenset(variable_ids))
     if key in _checked or cluster.size() == 1:
         return
-    for layer in [x for x in gc.get_objects() if issubclass(type(x), keras.layers.BatchNormalization)]:
+    for layer in live_instances(keras.layers.BatchNormalization):
         if not getattr(layer, "built", False) or not layer.synchronized:  # a constructor may have failed
             continue
         # A tape may be called with the TensorFlow variables inside Keras variables.

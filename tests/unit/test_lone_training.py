@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import time
 
 import keras
 import numpy as np
@@ -40,8 +39,8 @@ def compiled(**options):
     return model
 
 
-def loop(traced):
-    """Train in a function whose objects are gone at the end of the program."""
+def loop(traced, goes_on):
+    """Train twice, and as long as it ``goes_on()``, with an optimizer that no model has."""
     model, optimizer = compiled(), keras.optimizers.Adam()
 
     def step(x, y):
@@ -50,8 +49,10 @@ def loop(traced):
         optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
 
     step = tf.function(step) if traced else step
-    for _ in range(2 if traced else 200):
+    step(X, Y)
+    while goes_on(optimizer):
         step(X, Y)
+    step(X, Y)
     return step
 
 
@@ -61,18 +62,28 @@ def test_fit_is_reported_after_its_first_epoch(watch, lines):
             assert epoch or not lines
 
         def on_train_batch_end(self, batch, logs=None):
-            if self.params["epochs"] == 1000 and lines:
+            if lines:
                 self.model.stop_training = True
 
-    compiled().fit(X, Y, epochs=1000, callbacks=[Epoch()], verbose=0)  # ends with the report
+    compiled().fit(X, Y, epochs=100_000, callbacks=[Epoch()], verbose=0)  # ends with the report
     assert len(lines) == 1
     assert "each of 2 ranks trains its own model" in lines[0] and "hk.fit" in lines[0]
 
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_a_loop_is_reported_at_the_end(watch, lines, traced):
-    kept = loop(traced)
+    def is_unseen(optimizer):
+        return optimizer not in watch._first
+
+    kept = loop(traced, is_unseen)  # until the first look, as longer programs do
+    assert not lines
     watch.end()
+    watch.end()
+    assert len(lines) == 1 and kept
+
+
+def test_a_short_loop_under_tf_function_is_reported_at_the_end(watch, lines):
+    kept = loop(True, lambda _: False)
     watch.end()
     assert len(lines) == 1 and kept
 
@@ -85,14 +96,12 @@ def test_one_short_fit_is_reported_at_the_end(watch, lines):
 
 
 def test_a_fit_of_the_world_before_is_not_reported_in_the_next(watch, lines):
-    def fit():
-        pause = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(0.5))
-        compiled().fit(X, Y, batch_size=64, callbacks=[pause], verbose=0)
-
-    fit()
+    model = compiled()
+    model.fit(X, Y, verbose=0)
     watch.end()
     assert len(lines) == 1
-    gc.collect()  # the models are gone
+    del model
+    gc.collect()
     watch.begin(2)
     watch.end()
     assert len(lines) == 1
