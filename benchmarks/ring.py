@@ -17,7 +17,7 @@ from harness import Benchmark, Case, Config, Variant, main
 from network import RATES, ROOT, Host, Hosts, limit, mpirun, on_hosts
 from processes import environment, launch, slowest, worker
 
-from hvdkit.commands.plan.command import bits_of
+from hvdkit.commands.measure.planning import bits_of
 
 MB = 1_000_000
 SMALL = (4096, 65536)

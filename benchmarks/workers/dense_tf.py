@@ -26,7 +26,7 @@ def main() -> None:
     }
     options = parser(__doc__)
     options.add_argument("variant", choices=variants)
-    options.add_argument("--model", default="cifar10", help="one of hvdkit.commands.bench.workloads")
+    options.add_argument("--model", default="cifar10", help="one of hvdkit.commands.measure.workloads")
     options.add_argument("--batch", type=int, default=64)
     options.add_argument("--ports", type=int, nargs="*", default=(), help="one per process, for multiworker")
     options.add_argument("--towers", type=int, default=1, help="devices in this one process, for towers")
@@ -37,7 +37,7 @@ def main() -> None:
 
 def network(args):
     """Return the network, its loss function, and a batch, the same in every process."""
-    from hvdkit.commands.bench.workloads import workload  # not before the framework that is measured
+    from hvdkit.commands.measure.workloads import workload  # not before the framework that is measured
 
     work = workload(args.model, args.batch, rank=0)
     return work.model, work.loss, *work.data[0]

@@ -53,7 +53,7 @@ def ids_of(work: str, rank: int) -> list[dict]:
 
 def keras_optimizer(name: str):
     """Return a Keras optimizer."""
-    from hvdkit.commands.bench.workloads import optimizer  # not before the framework that is measured
+    from hvdkit.commands.measure.workloads import optimizer  # not before the framework that is measured
 
     return optimizer(name, 0.01)
 

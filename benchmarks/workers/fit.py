@@ -23,7 +23,7 @@ from inputs import planted_clicks
 from recommender import Recommender
 from timing import leave, meet, parser
 
-from hvdkit.commands.bench.workloads import workload
+from hvdkit.commands.measure.workloads import workload
 
 BATCH = {"cifar10": 64, "clicks": 500}  # examples per rank
 Clocked = np.ndarray  # seconds, and CPU seconds

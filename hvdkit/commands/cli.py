@@ -59,8 +59,8 @@ COMMANDS = {
     "bench": Command(
         "Benchmark a training step on many ranks, and profile it",
         "hvdkit bench -np 2 --model cifar10 --profile runs/profile",
-        config="hvdkit.commands.bench.config:Bench",
-        runner="hvdkit.commands.bench.command:bench",
+        config="hvdkit.commands.measure.config:Bench",
+        runner="hvdkit.commands.measure.bench:bench",
         takes_program=True,
     ),
     "doctor": Command(
@@ -96,14 +96,14 @@ COMMANDS = {
     "tune": Command(
         "Measure settings for a model on this cluster, and save the best",
         "hvdkit tune -np 2 --model cifar10 --save cifar10.json",
-        config="hvdkit.commands.bench.tune:Tune",
-        runner="hvdkit.commands.bench.tune:tune",
+        config="hvdkit.commands.measure.config:Tune",
+        runner="hvdkit.commands.measure.tune:tune",
     ),
     "plan": Command(
         "Plan the placement of embedding tables, or predict step times on more ranks",
         "hvdkit plan --tables items:10000000x64 users:2000000x32 --ranks 8 --optimizer adagrad",
-        config="hvdkit.commands.plan.command:PlanConfig",
-        runner="hvdkit.commands.plan.command:plan",
+        config="hvdkit.commands.measure.planning:PlanConfig",
+        runner="hvdkit.commands.measure.planning:plan",
     ),
     "docs": Command(
         "Show a page of the documentation",

@@ -12,9 +12,9 @@ from helpers.cases import case
 from hvdkit.cluster import settings
 from hvdkit.cluster.tuned import read_settings
 from hvdkit.commands.cli import main
-from hvdkit.commands.plan.cost import Link, allreduce_seconds, alltoall_seconds, fit_link, step_cost
-from hvdkit.commands.plan.measurements import Gradient, Measurements, TimedAllreduce
-from hvdkit.commands.plan.scaling import predict_scaling
+from hvdkit.commands.measure.cost import Link, allreduce_seconds, alltoall_seconds, fit_link, step_cost
+from hvdkit.commands.measure.measurements import Gradient, Measurements, TimedAllreduce
+from hvdkit.commands.measure.scaling import predict_scaling
 from hvdkit.optimizer.buckets import buckets
 
 LINK = Link(latency=50e-6, byte=8e-9, copy=0.3e-9, wakeup=1e-4)

@@ -55,7 +55,12 @@ STANDALONE = {
     "schedules",
 }
 # Commands that may train, or read variables or data; and the table of commands, which imports nothing until one runs.
-MAY_TRAIN = {"commands.bench", "commands.checkpoint", "commands.cli", "commands.data"}
+MAY_TRAIN = {
+    "commands.checkpoint",
+    "commands.cli",
+    "commands.data",
+    *(f"commands.measure.{name}" for name in ("bench", "config", "figures", "jobs", "tune", "worker", "workloads")),
+}
 MAY_IMPORT = {
     "sharding.partition": {"__future__", "collections", "dataclasses", "typing", "math", "enum", "numpy", "hvdkit"},
     "machine": {*sys.stdlib_module_names, "psutil", "hvdkit"},

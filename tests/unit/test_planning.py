@@ -120,7 +120,7 @@ def test_bad_arguments_name_themselves():
 
 
 def test_the_command_plans_what_its_words_say():
-    from hvdkit.commands.plan.command import PlanConfig, bytes_of, plan
+    from hvdkit.commands.measure.planning import PlanConfig, bytes_of, plan
 
     made = plan(PlanConfig(tables=("items:1_000_000x64", "tags:500x8=column"), ranks="8", memory="1GiB"))
     assert made.placements == {"items": "row", "tags": "column"}

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -153,14 +153,19 @@ def with_huge_pages(tunables: str) -> str:
     return f"{tunables}:glibc.malloc.hugetlb=1".lstrip(":")  # glibc 2.35+; ignored by earlier versions
 
 
-def prepare(config: RunConfig, program: Sequence[str]) -> Job:
+def prepare(config: RunConfig, program: Sequence[str], variables: Mapping[str, str] | None = None) -> Job:
     """Find hosts and engine, and check the options and the program.
+
+    Args:
+        config: the options.
+        program: the command that every rank runs.
+        variables: environment variables for all ranks, in addition to those of this process.
 
     Raises:
         ValueError: an option, a host or the program is invalid.
         ClusterError: an engine is missing.
     """
-    environment = outside_a_job(os.environ)
+    environment = {**outside_a_job(os.environ), **(variables or {})}
     seconds(HEARTBEAT)  # validate it here rather than on every rank
     _check_program(program, config)
     hosts = _hosts(config, environment)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hvdkit.commands.plan.cost import Link, StepCost, fit_link, step_cost
-from hvdkit.commands.plan.measurements import Measurements
+from hvdkit.commands.measure.cost import Link, StepCost, fit_link, step_cost
+from hvdkit.commands.measure.measurements import BUCKET, CYCLE, Measurements
 from hvdkit.machine.terminal import aligned
 
 BUCKET_BYTES = 8 * 1024 * 1024
@@ -72,12 +72,12 @@ def predict_scaling(
         print(predict_scaling(Measurements.load(Path("resnet50.json")), [8, 64, 512, 4096], bandwidth=25e9))
     """
     settings = measurements.settings
-    cycle = float(settings.get("HOROVOD_CYCLE_TIME", 1e3 * CYCLE_SECONDS)) / 1e3
+    cycle = float(settings.get(CYCLE, 1e3 * CYCLE_SECONDS)) / 1e3
     link = fit_link(measurements.exchanges, measurements.copy, cycle)
     link = link if bandwidth is None else replace(link, byte=8 / bandwidth)
     link = link if latency is None else replace(link, latency=latency)
     slowdown = max(1.0, measurements.compute_together / measurements.compute_alone)
-    limit = int(settings.get("HVDKIT_BUCKET_BYTES", BUCKET_BYTES))
+    limit = int(settings.get(BUCKET, BUCKET_BYTES))
     sizes = [1, *(n for n in sorted(set(ranks)) if n > 1)]
     # A single rank does not share its cores.
     return Scaling(

@@ -1,4 +1,4 @@
-"""The options of ``hvdkit bench``, and those that it shares with ``hvdkit tune``."""
+"""The options of ``hvdkit bench`` and ``hvdkit tune``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Annotated
 
 from tyro.conf import arg
 
-from hvdkit.commands.bench.workloads import BATCHES, USUAL_OPTIMIZERS, ModelName, OptimizerName
+from hvdkit.commands.measure.measurements import MeasureRequest
+from hvdkit.commands.measure.workloads import BATCHES, USUAL_OPTIMIZERS, ModelName, OptimizerName
 from hvdkit.commands.options import UNSET
 from hvdkit.commands.run.config import EngineKind, RunConfig
 from hvdkit.errors import describe
@@ -20,7 +21,7 @@ _STEPS = re.compile(r"(\d+)-(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobOptions:
+class MeasureOptions:
     """The ranks to start, as for ``hvdkit run``, and the workload that they run."""
 
     np: Annotated[int | None, arg(aliases=["-np"], help_behavior_hint="")] = None
@@ -49,7 +50,7 @@ class JobOptions:
     """Optimizer; the default depends on the model."""
 
     def __post_init__(self) -> None:
-        self.run_config(self.np)  # validates the options of hvdkit run
+        self.run_config()  # validates the options of hvdkit run
         for name in ("batch", "steps", "warm_up", "rounds"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -65,8 +66,21 @@ class JobOptions:
         """The name of the optimizer."""
         return self.optimizer or USUAL_OPTIMIZERS[self.model]
 
-    def run_config(self, np: int | None) -> RunConfig:
-        """Return the ``hvdkit run`` options to start ``np`` ranks."""
+    @property
+    def request(self) -> MeasureRequest:
+        """The request to each rank, which measures nothing yet."""
+        return MeasureRequest(
+            model=self.model,
+            batch=self.batch_size,
+            optimizer=self.optimizer_name,
+            steps=self.steps,
+            warm_up=self.warm_up,
+            rounds=self.rounds,
+        )
+
+    def run_config(self, np: int | None = None) -> RunConfig:
+        """Return the ``hvdkit run`` options to start the ranks, or ``np`` ranks."""
+        np = self.np if np is None else np
         return RunConfig(
             np=DEFAULT_RANKS if np is None and self.hosts is None else np,
             hosts=self.hosts,
@@ -77,7 +91,7 @@ class JobOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench(JobOptions):
+class Bench(MeasureOptions):
     """Time a training step on multiple ranks, and show where its time goes.
 
     Without a program, a built-in model is trained on random data; with a program, its steps are profiled.
@@ -116,3 +130,41 @@ class Bench(JobOptions):
         if match is None:
             raise ValueError(describe("--profile-steps", steps, "FIRST-LAST", "write e.g. 50-60"))
         return ProfileSettings(folder, int(match[1]), int(match[2]), self.timeline)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tune(MeasureOptions):
+    """Find the best settings for a model on this cluster, and save them with the measurements.
+
+    For example:
+        hvdkit tune -np 2 --model cifar10 --save cifar10.json
+        HVDKIT_TUNED=cifar10.json horovodrun -np 2 python train.py
+        hvdkit plan --measured cifar10.json --ranks 8..4096
+
+    See `hvdkit docs tuning`.
+    """
+
+    save: Path
+    """Output file for the measurements (JSON)."""
+    model: ModelName = "cifar10"
+    """The built-in model most similar to yours; see hvdkit bench --help."""
+    steps: int = 10
+    """Steps per measurement."""
+    rounds: int = 3
+    """Measurements per setting; settings alternate."""
+    warm_up: int = 5
+    """Warm-up steps."""
+    bucket: bool = True
+    """Try other bucket sizes for gradients."""
+    cycle: bool = True
+    """Try other values of HOROVOD_CYCLE_TIME, each in a separate job."""
+    autotune: bool = True
+    """Try Horovod's own search for settings (250 steps)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            self.save.open("a").close()
+        except OSError as error:
+            got = f"{self.save} ({error.strerror})"
+            raise ValueError(describe("--save", got, "a file that can be written", "pass another")) from None

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from rich.console import Console
 
-from hvdkit.commands.bench.command import run_workers
-from hvdkit.commands.bench.config import JobOptions
-from hvdkit.commands.bench.tune_worker import BUCKET, MeasurementRequest
-from hvdkit.commands.bench.workloads import ModelName
-from hvdkit.commands.plan.measurements import Gradient, Measurements, TimedAllreduce
-from hvdkit.errors import describe
+from hvdkit.commands.measure.config import Tune
+from hvdkit.commands.measure.jobs import measure_ranks
+from hvdkit.commands.measure.measurements import (
+    BUCKET,
+    CYCLE,
+    Measurements,
+    MeasureRequest,
+    RankMeasurement,
+    round_seconds,
+)
 from hvdkit.optimizer.buckets import buckets
 
-CYCLE = "HOROVOD_CYCLE_TIME"
 # The first two are the defaults: on one host, and on several.
 _BUCKETS = tuple(n * 1024 * 1024 for n in (8, 32, 2, 4, 16, 1024))
 _CYCLES = ("0.2", "0.1", "1", "2.5")  # the default first
@@ -28,54 +29,6 @@ _AUTOTUNE = {"HOROVOD_AUTOTUNE": "1", "HOROVOD_DISABLE_GROUP_FUSION": "0", BUCKE
 _AUTOTUNE_STEPS = 250  # its warm-up and 20 samples of 10 steps
 # A setting must be faster than this factor of the default: a smaller gain may be noise.
 _MAX_RATIO = 0.98
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tune(JobOptions):
-    """Find the best settings for a model on this cluster, and save them with the measurements.
-
-    For example:
-        hvdkit tune -np 2 --model cifar10 --save cifar10.json
-        HVDKIT_TUNED=cifar10.json horovodrun -np 2 python train.py
-        hvdkit plan --measured cifar10.json --ranks 8..4096
-
-    See `hvdkit docs tuning`.
-    """
-
-    save: Path
-    """Output file for the measurements (JSON)."""
-    model: ModelName = "cifar10"
-    """The built-in model most similar to yours; see hvdkit bench --help."""
-    steps: int = 10
-    """Steps per measurement."""
-    rounds: int = 3
-    """Measurements per setting; settings alternate."""
-    warm_up: int = 5
-    """Warm-up steps."""
-    bucket: bool = True
-    """Try other bucket sizes for gradients."""
-    cycle: bool = True
-    """Try other values of HOROVOD_CYCLE_TIME, each in a separate job."""
-    autotune: bool = True
-    """Try Horovod's own search for settings (250 steps)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        try:
-            self.save.open("a").close()
-        except OSError as error:
-            got = f"{self.save} ({error.strerror})"
-            raise ValueError(describe("--save", got, "a file that can be written", "pass another")) from None
-
-    def request(self, **options: Any) -> MeasurementRequest:
-        """Return the request for a rank, with ``options`` in addition to or instead of the command's."""
-        defaults = {"steps": self.steps, "warm_up": self.warm_up, "rounds": self.rounds}
-        return MeasurementRequest(
-            model=self.model,
-            batch=self.batch_size,
-            optimizer=self.optimizer_name,
-            **defaults | options,
-        )
 
 
 def tune(config: Tune) -> None:
@@ -96,12 +49,12 @@ def tune(config: Tune) -> None:
 
 def search(config: Tune) -> tuple[Measurements, list[str]]:
     """Return the measurements and the chosen settings, and lines to print: each setting with its step time."""
-    alone = _run(config, config.request(compute=True), {}, "one rank alone", np=1)[0]
-    limits = _distinct_limits([nbytes for nbytes, _ in alone["gradients"]], several_hosts="," in (config.hosts or ""))
+    alone = _run(config, replace(config.request, compute=True), {}, "one rank alone", np=1)[0]
+    limits = _distinct_limits([each.nbytes for each in alone.gradients], several_hosts="," in (config.hosts or ""))
     limits = limits if config.bucket else limits[:1]
-    request = config.request(compute=True, links=True, buckets=limits)
+    request = replace(config.request, compute=True, links=True, buckets=limits)
     ranks = _run(config, request, {CYCLE: _CYCLES[0]}, "all ranks")
-    timed = {nbytes: _round_seconds([rank["steps"][i] for rank in ranks]) for i, nbytes in enumerate(limits)}
+    timed = {nbytes: round_seconds(ranks, number) for number, nbytes in enumerate(limits)}
     bucket = _fastest(timed)
     best = {BUCKET: str(bucket)}
     lines = [_line({BUCKET: str(nbytes)}, timed[nbytes]) for nbytes in limits]
@@ -109,23 +62,26 @@ def search(config: Tune) -> tuple[Measurements, list[str]]:
         best_startup, startup_lines = _search_startup_settings(config, bucket)
         best = best | best_startup
         lines = lines + startup_lines
-    compute_alone = statistics.median(alone["compute"])
+    compute_alone = statistics.median(alone.compute)
     slowdown = 1.0
-    if ranks[0]["rows"][1] == 0:
-        slowdown = max(1.0, statistics.median(statistics.median(rank["compute"]) for rank in ranks) / compute_alone)
+    if ranks[0].row_exchanges == 0:
+        slowdown = max(1.0, statistics.median(statistics.median(rank.compute) for rank in ranks) / compute_alone)
     measurements = Measurements(
         model=config.model,
         batch=config.batch_size,
         ranks=len(ranks),
-        local_ranks=max(rank["local_ranks"] for rank in ranks),
+        local_ranks=max(rank.local_ranks for rank in ranks),
         compute_alone=compute_alone,
         compute_together=compute_alone * slowdown,
-        spread=statistics.median(_spread(rank["compute"]) for rank in ranks),
-        gradients=tuple(Gradient(*gradient) for gradient in alone["gradients"]),
-        row_bytes=max(rank["rows"][0] for rank in ranks),
-        row_exchanges=ranks[0]["rows"][1],
-        copy=alone["copy"],
-        exchanges=_slowest_allreduces(ranks),
+        spread=statistics.median(_spread(rank.compute) for rank in ranks),
+        gradients=tuple(alone.gradients),
+        row_bytes=max(rank.row_bytes for rank in ranks),
+        row_exchanges=ranks[0].row_exchanges,
+        copy=alone.copy,
+        exchanges=tuple(
+            max(same_size, key=lambda each: each.seconds)
+            for same_size in zip(*(rank.exchanges for rank in ranks), strict=True)
+        ),
         settings=best,
     )
     return measurements, lines
@@ -147,25 +103,25 @@ def _search_startup_settings(config: Tune, bucket: int) -> tuple[dict[str, str],
     timed: dict[int, list[float]] = {number: [] for number in range(len(candidates))}
     for turn in range(config.rounds):
         for number, setting in enumerate(candidates):
-            request = config.request(
+            request = replace(
+                config.request,
                 rounds=1,
                 buckets=(int(setting.get(BUCKET, bucket)),),
                 warm_up=_AUTOTUNE_STEPS if setting is _AUTOTUNE else config.warm_up,
             )
             variables = {name: value for name, value in setting.items() if name != BUCKET}
             ranks = _run(config, request, variables, f"{_text(setting)}, {turn + 1} of {config.rounds}")
-            timed[number] += _round_seconds([rank["steps"][0] for rank in ranks])
+            timed[number] += round_seconds(ranks)
     lines = [_line(setting, timed[number]) for number, setting in enumerate(candidates)]
     return candidates[_fastest(timed)], lines
 
 
 def _run(
-    config: Tune, request: MeasurementRequest, variables: Mapping[str, str], title: str, np: int | None = None
-) -> list[dict[str, Any]]:
+    config: Tune, request: MeasureRequest, variables: Mapping[str, str], title: str, np: int | None = None
+) -> list[RankMeasurement]:
     """Run a job, and return the measurements of each rank."""
     print(f"hvdkit tune: {title}", file=sys.stderr, flush=True)
-    np = config.np if np is None else np
-    return run_workers(config, np, "hvdkit.commands.bench.tune_worker", request, variables)
+    return measure_ranks(config, request, variables, np)
 
 
 def _fastest(timed: Mapping[int, list[float]]) -> int:
@@ -176,30 +132,16 @@ def _fastest(timed: Mapping[int, list[float]]) -> int:
     return min(better, key=lambda setting: better[setting], default=default)
 
 
-def _round_seconds(by_rank: list[list[list[float]]]) -> list[float]:
-    """Return, for each round, the median over steps of the slowest rank's seconds."""
-    return [
-        statistics.median(max(times) for times in zip(*one_round, strict=True))
-        for one_round in zip(*by_rank, strict=True)
-    ]
-
-
 def _line(setting: Mapping[str, str], rounds: list[float]) -> str:
     name = "Horovod's autotune" if setting is _AUTOTUNE else _text(setting)
     spread = f"{1e3 * min(rounds):.2f} to {1e3 * max(rounds):.2f}"
     return f"{1e3 * statistics.median(rounds):9.2f} ms a step ({spread})  {name}"
 
 
-def _spread(times: list[float]) -> float:
+def _spread(times: Sequence[float]) -> float:
     """Return a standard deviation that is robust to outliers: half the width of the central two thirds."""
     ordered = sorted(times)
     return (ordered[int(0.84 * (len(ordered) - 1))] - ordered[int(0.16 * (len(ordered) - 1))]) / 2
-
-
-def _slowest_allreduces(ranks: list[dict[str, Any]]) -> tuple[TimedAllreduce, ...]:
-    """Return the allreduces, each with the time of the slowest rank."""
-    sizes = zip(*(rank["exchanges"] for rank in ranks), strict=True)
-    return tuple(TimedAllreduce(len(ranks), each[0][0], max(seconds for _, seconds in each)) for each in sizes)
 
 
 def _text(settings: Mapping[str, str]) -> str:

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hvdkit.cluster import rings
-from hvdkit.commands.plan.measurements import Measurements, TimedAllreduce
+from hvdkit.commands.measure.measurements import Measurements, TimedAllreduce
 from hvdkit.optimizer.buckets import buckets
 
 # Number of small collectives in which Horovod's thread negotiates what is ready on all ranks.

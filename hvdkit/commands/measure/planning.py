@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from hvdkit.commands.measure.measurements import Measurements
+from hvdkit.commands.measure.scaling import Scaling, doublings, predict_scaling
 from hvdkit.commands.options import UNSET
-from hvdkit.commands.plan.measurements import Measurements
-from hvdkit.commands.plan.scaling import Scaling, doublings, predict_scaling
 from hvdkit.errors import describe
 from hvdkit.sharding.plan import Plan, plan_tables
 from hvdkit.sharding.table import Table

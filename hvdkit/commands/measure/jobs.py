@@ -1,0 +1,71 @@
+"""Jobs that measure: started like those of ``hvdkit run``, they return the measurements of each rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from hvdkit.cluster.log_filter import CHATTER
+from hvdkit.commands.measure import worker
+from hvdkit.commands.measure.config import MeasureOptions
+from hvdkit.commands.measure.measurements import MeasureRequest, RankMeasurement
+from hvdkit.commands.run import restarts
+from hvdkit.commands.run.job import prepare
+from hvdkit.commands.run.output import OutputWriter
+from hvdkit.errors import HvdkitError
+
+
+def measure_ranks(
+    config: MeasureOptions, request: MeasureRequest, variables: Mapping[str, str], np: int | None = None
+) -> list[RankMeasurement]:
+    """Run a job in which every rank measures what is requested; return the measurements in rank order.
+
+    Args:
+        config: the ranks to start.
+        request: what to measure.
+        variables: environment variables for all ranks.
+        np: number of ranks, if not that of ``config``.
+
+    Raises:
+        SystemExit: the job has failed with this exit code; its output has the reason.
+        HvdkitError: the job has succeeded, but printed no results.
+    """
+    program = [sys.executable, "-m", worker.__name__, json.dumps(asdict(request))]
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
+    code, results = launch(config, program, {**quiet, **variables}, np)
+    if code:
+        raise SystemExit(code)
+    if results is None:
+        raise HvdkitError("the ranks ended without printing their measurements; see their output above")
+    return [RankMeasurement.from_json(result) for result in results]
+
+
+def launch(
+    config: MeasureOptions, program: Sequence[str], variables: Mapping[str, str], np: int | None = None
+) -> tuple[int, list[dict[str, Any]] | None]:
+    """Run ``program`` on all ranks; return its exit code, and the results printed by the chief, if any."""
+    job = prepare(config.run_config(np), program, variables)
+    output = ResultsFilter({1: sys.stdout.buffer, 2: sys.stderr.buffer})
+    code = restarts.run(job, program, output)
+    return code, output.results
+
+
+class ResultsFilter(OutputWriter):
+    """Writes the output of all ranks, except the chief's line of results, which it reads."""
+
+    results: list[dict[str, Any]] | None = None
+
+    def write(self, channel: int, data: bytes) -> None:
+        """Write lines unchanged, except the results and known noise."""
+        mark = worker.MARK.encode()
+        lines = data.splitlines(keepends=True)
+        for line in lines:
+            _, found, results = line.partition(mark)
+            if found:
+                self.results = json.loads(results)
+        shown = [line for line in lines if mark not in line and not any(c.encode() in line for c in CHATTER)]
+        super().write(channel, b"".join(shown))

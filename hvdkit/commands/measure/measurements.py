@@ -1,0 +1,204 @@
+"""What a rank is to measure, what it has measured, and the file that ``tune`` saves and ``plan`` predicts from."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hvdkit._version import __version__
+from hvdkit.cluster.tuned import FORMAT_VERSION, invalid_file, read_file
+
+BUCKET = "HVDKIT_BUCKET_BYTES"
+CYCLE = "HOROVOD_CYCLE_TIME"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureRequest:
+    """A request to the ranks of a job: what to measure.
+
+    Attributes:
+        model: name of a built-in workload.
+        batch: examples per step on each rank.
+        optimizer: name of the optimizer.
+        steps: steps per measurement.
+        warm_up: warm-up steps; there is one more before each measurement.
+        rounds: measurements per setting; settings alternate.
+        buckets: values of HVDKIT_BUCKET_BYTES with which to time steps; None for that of the environment.
+        profiled: number of steps to run afterwards, for a profile.
+        compute: time steps without communication, and copies.
+        links: time allreduces.
+    """
+
+    model: str
+    batch: int
+    optimizer: str
+    steps: int
+    warm_up: int
+    rounds: int
+    buckets: Sequence[int | None] = ()
+    profiled: int = 0
+    compute: bool = False
+    links: bool = False
+
+
+class Gradient(NamedTuple):
+    """The dense gradient of one variable, in the order of the model's variables.
+
+    Attributes:
+        nbytes: its bytes on the wire.
+        ready: the time at which it is computed, as a fraction of the step's computation, 0 to 1.
+    """
+
+    nbytes: int
+    ready: float
+
+
+class TimedAllreduce(NamedTuple):
+    """The seconds of an allreduce of ``nbytes`` over ``ranks`` otherwise idle ranks."""
+
+    ranks: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMeasurement:
+    """The measurement of one rank. What was not requested is empty or 0.
+
+    Attributes:
+        local_ranks: number of ranks on this host.
+        threads: compute threads of this rank.
+        device: "GPU" or "CPU".
+        memory: peak memory of the process in bytes.
+        steps: seconds of each step, by bucket in the requested order, then by round.
+        collectives: Horovod ops per step.
+        sent: bytes that this rank passes to them per step.
+        has_rows: whether the model has sharded tables, whose rows are exchanged.
+        gradients: the dense gradients, in the order of variables.
+        compute: seconds of each step without communication.
+        copy: seconds to copy one byte.
+        exchanges: timed allreduces.
+    """
+
+    local_ranks: int
+    threads: int
+    device: str
+    memory: int
+    steps: Sequence[Sequence[Sequence[float]]]
+    collectives: int
+    sent: int
+    has_rows: bool
+    gradients: Sequence[Gradient]
+    compute: Sequence[float]
+    copy: float
+    exchanges: Sequence[TimedAllreduce]
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> RankMeasurement:
+        """Return the measurement from JSON of ``asdict()``."""
+        return cls(**_with_types(document))
+
+    @property
+    def row_exchanges(self) -> int:
+        """Alltoalls of rows per step. The dense gradients of a model with tables are one collective."""
+        return max(0, self.collectives - 1) if self.has_rows else 0
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of rows that this rank sends per step."""
+        return self.sent - sum(gradient.nbytes for gradient in self.gradients) if self.row_exchanges else 0
+
+
+def slowest_steps(ranks: Sequence[RankMeasurement], setting: int = 0) -> list[list[float]]:
+    """Return, for each round, the seconds of each step on the rank on which it took longest."""
+    rounds = zip(*(rank.steps[setting] for rank in ranks), strict=True)
+    return [[max(times) for times in zip(*one_round, strict=True)] for one_round in rounds]
+
+
+def round_seconds(ranks: Sequence[RankMeasurement], setting: int = 0) -> list[float]:
+    """Return the median seconds of a step in each round."""
+    return [statistics.median(times) for times in slowest_steps(ranks, setting)]
+
+
+def merge_jobs(jobs: Sequence[Sequence[RankMeasurement]]) -> list[RankMeasurement]:
+    """Merge the rounds of several jobs that have measured the same on the same number of ranks."""
+    return [
+        replace(
+            measured[0],
+            steps=[list(itertools.chain(*rounds)) for rounds in zip(*(each.steps for each in measured), strict=True)],
+            memory=max(each.memory for each in measured),
+        )
+        for measured in zip(*jobs, strict=True)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurements:
+    """The measurements of a model on a cluster.
+
+    Attributes:
+        model: name of the model.
+        batch: examples per step on each rank.
+        ranks: number of ranks in the measurement.
+        local_ranks: number of these ranks on one host.
+        compute_alone: seconds of a step without communication if only one rank runs.
+        compute_together: the same while all ranks compute.
+        spread: standard deviation of a rank's step, seconds.
+        gradients: the dense gradients, in the order of variables.
+        row_bytes: bytes that a rank sends per step to look up and update rows of sharded tables, including to itself.
+        row_exchanges: alltoalls per step.
+        copy: seconds to copy one byte, e.g. into or out of Horovod's buffer.
+        exchanges: timed allreduces.
+        settings: the best environment variables.
+        version: version of hvdkit.
+    """
+
+    model: str
+    batch: int
+    ranks: int
+    local_ranks: int
+    compute_alone: float
+    compute_together: float
+    spread: float
+    gradients: tuple[Gradient, ...]
+    row_bytes: int = 0
+    row_exchanges: int = 0
+    copy: float
+    exchanges: tuple[TimedAllreduce, ...]
+    settings: Mapping[str, str] = field(default_factory=dict)
+    version: str = __version__
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Total bytes of the dense gradients."""
+        return sum(gradient.nbytes for gradient in self.gradients)
+
+    def save(self, path: Path) -> None:
+        """Write the measurements to a file."""
+        text = json.dumps({"format": FORMAT_VERSION, **asdict(self)}, indent=1)
+        path.write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Measurements:
+        """Read a file written by :meth:`save`.
+
+        Raises:
+            ValueError: the file does not exist, or is of another kind.
+        """
+        document = read_file(path)
+        try:
+            return cls(**_with_types(document))
+        except (KeyError, TypeError) as error:
+            raise invalid_file(path, f"lacks a part ({error})") from None
+
+
+def _with_types(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields from JSON, in which named tuples are lists."""
+    gradients = tuple(Gradient(*row) for row in document["gradients"])
+    exchanges = tuple(TimedAllreduce(*row) for row in document["exchanges"])
+    return {**document, "gradients": gradients, "exchanges": exchanges}
