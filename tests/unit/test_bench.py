@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 import sys
 from dataclasses import replace
@@ -13,7 +12,7 @@ from helpers.speed import WAIT
 import hvdkit as hk
 from hvdkit.commands.cli import main
 from hvdkit.commands.measure.config import Bench
-from hvdkit.commands.measure.figures import as_json, milliseconds, show
+from hvdkit.commands.measure.figures import as_json, as_table, milliseconds
 from hvdkit.commands.measure.jobs import ResultsFilter
 from hvdkit.commands.measure.measurements import Gradient, RankMeasurement, merge_jobs, round_seconds
 from hvdkit.commands.measure.workloads import measure, optimizer, train_step, workload
@@ -148,9 +147,7 @@ def test_rows_are_what_a_model_with_tables_sends_beyond_its_gradients():
 
 
 def test_the_table_and_its_numbers():
-    stream = io.StringIO()
-    show(Bench(batch=10), [MANY, ALONE], stream)
-    lines = stream.getvalue().splitlines()
+    lines = as_table(Bench(batch=10), [MANY, ALONE]).splitlines()
     assert lines[0] == "cifar10, 10 examples per rank, sgd, CPU, 1 thread per rank; 30 steps after 10"
     assert " ".join(lines[1].split()) == "ranks ms/step quartiles examples/s efficiency collectives MB sent MB per rank"
     assert " ".join(lines[2].split()) == "2 20.0 16.0 to 26.0 1000 40 % 3 0.0 0"

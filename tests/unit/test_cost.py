@@ -12,9 +12,11 @@ from helpers.cases import case
 from hvdkit.cluster import settings
 from hvdkit.cluster.tuned import read_settings
 from hvdkit.commands.cli import main
+from hvdkit.commands.measure.config import Tune
 from hvdkit.commands.measure.cost import Link, allreduce_seconds, alltoall_seconds, fit_link, step_cost
 from hvdkit.commands.measure.measurements import Gradient, Measurements, TimedAllreduce
 from hvdkit.commands.measure.scaling import predict_scaling
+from hvdkit.commands.measure.tune import tune
 from hvdkit.optimizer.buckets import buckets
 
 LINK = Link(latency=50e-6, byte=8e-9, copy=0.3e-9, wakeup=1e-4)
@@ -108,6 +110,16 @@ def test_what_cannot_be_planned(tmp_path, capsys):
     ):
         assert main(["plan", *(str(tmp_path / a) if a.isupper() else a for a in arguments)]) == 2, arguments
         assert words in capsys.readouterr().err, arguments
+
+
+def test_the_end_of_tune_can_be_pasted(tmp_path, monkeypatch):
+    file = tmp_path / "[green]" / "tuned.json"  # brackets are commands to some printers
+    file.parent.mkdir()
+    best = dataclasses.replace(MEASURED, settings={"HOROVOD_CYCLE_TIME": "1"})
+    monkeypatch.setattr("hvdkit.commands.measure.tune.search", lambda config: (best, ["a line"]))
+    text = tune(Tune(save=file))
+    assert text == f"a line\n\nbest: HOROVOD_CYCLE_TIME=1\nsaved; to train with it: HVDKIT_TUNED={file}"
+    assert Measurements.load(file) == best
 
 
 def test_tuned_settings_yield_to_the_environment(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hvdkit.commands.measure.config import Bench
-from hvdkit.commands.measure.figures import as_json, show
+from hvdkit.commands.measure.figures import as_json, as_table
 from hvdkit.commands.measure.jobs import launch, measure_ranks
 from hvdkit.commands.measure.measurements import RankMeasurement, merge_jobs
 from hvdkit.errors import describe
@@ -31,7 +31,7 @@ def bench(config: Bench, program: Sequence[str]) -> int:
     if program:
         return _profile_program(config, program)
     jobs = _time_rounds(config)
-    show(config, jobs, sys.stdout)
+    print(as_table(config, jobs))
     if config.json is not None:
         config.json.write_text(json.dumps(as_json(config, jobs), indent=1), encoding="utf-8")
     return 0

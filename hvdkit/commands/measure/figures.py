@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TextIO
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from hvdkit._version import __version__
 from hvdkit.commands.measure.measurements import RankMeasurement, round_seconds, slowest_steps
-from hvdkit.machine.terminal import is_terminal
+from hvdkit.machine.terminal import aligned
 
 if TYPE_CHECKING:
     from hvdkit.commands.measure.config import Bench
@@ -19,8 +16,7 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 # If the ratio of the quartiles is larger, other load on the machine affects the result.
 MAX_QUARTILE_RATIO = 1.25
-# Width of the table in characters if the output is not a terminal.
-TABLE_WIDTH = 100
+_NAMES = ("ranks", "ms/step", "quartiles", "examples/s", "efficiency", "collectives", "MB sent", "MB per rank")
 
 
 def milliseconds(ranks: Sequence[RankMeasurement]) -> list[float]:
@@ -52,27 +48,21 @@ def efficiency_of(jobs: Sequence[Sequence[RankMeasurement]]) -> float | None:
     return statistics.median(one / several for one, several in zip(alone, together, strict=True))
 
 
-def show(config: Bench, jobs: Sequence[Sequence[RankMeasurement]], stream: TextIO) -> None:
-    """Print the table of the job on all ranks and, if measured, of that on a single rank."""
+def as_table(config: Bench, jobs: Sequence[Sequence[RankMeasurement]]) -> str:
+    """Return the table of the job on all ranks and, if measured, of that on a single rank."""
     efficiency = efficiency_of(jobs)
-    console = Console(file=stream, highlight=False, force_terminal=is_terminal(stream))
-    if not console.is_terminal:
-        console.width = TABLE_WIDTH
     first = jobs[0][0]
     threads = f", {first.threads} threads" if first.threads > 1 else ", 1 thread" if first.threads else ""
     shown = f"{config.rounds} times {config.steps}" if config.rounds > 1 else str(config.steps)
     about = f"{config.model}, {config.batch_size} examples per rank, {config.optimizer_name}"
-    console.print(f"{about}, {first.device}{threads} per rank; {shown} steps after {config.warm_up}")
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    names = ("ranks", "ms/step", "quartiles", "examples/s", "efficiency", "collectives", "MB sent", "MB per rank")
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+    head = f"{about}, {first.device}{threads} per rank; {shown} steps after {config.warm_up}"
+    rows: list[tuple[str, ...]] = [_NAMES]
     for ranks in jobs:
         times = milliseconds(ranks)
         low, high = quartiles(times)
         busiest = max(ranks, key=lambda rank: rank.sent)
         is_alone = len(ranks) == 1
-        table.add_row(
+        row = (
             str(len(ranks)),
             f"{statistics.median(times):.1f}",
             f"{low:.1f} to {high:.1f}",
@@ -82,10 +72,12 @@ def show(config: Bench, jobs: Sequence[Sequence[RankMeasurement]], stream: TextI
             "" if is_alone else f"{busiest.sent / 1e6:.1f}",
             f"{max(rank.memory for rank in ranks) / 1e6:.0f}",
         )
-    console.print(table)
+        rows.append(row)
+    lines = [head, *aligned(rows, right=range(len(_NAMES)))]
     low, high = max((quartiles(milliseconds(ranks)) for ranks in jobs), key=lambda pair: pair[1] / pair[0])
     if high > MAX_QUARTILE_RATIO * low:
-        console.print("step times vary a lot: other programs run on these machines, and the figures are imprecise")
+        lines.append("step times vary a lot: other programs run on these machines, and the figures are imprecise")
+    return "\n".join(lines)
 
 
 def as_json(config: Bench, jobs: Sequence[Sequence[RankMeasurement]]) -> dict[str, Any]:

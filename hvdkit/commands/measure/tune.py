@@ -7,8 +7,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from rich.console import Console
-
 from hvdkit.commands.measure.config import Tune
 from hvdkit.commands.measure.jobs import measure_ranks
 from hvdkit.commands.measure.measurements import (
@@ -31,8 +29,8 @@ _AUTOTUNE_STEPS = 250  # its warm-up and 20 samples of 10 steps
 _MAX_RATIO = 0.98
 
 
-def tune(config: Tune) -> None:
-    """Measure, choose and save the settings, and print them for the user.
+def tune(config: Tune) -> str:
+    """Measure, choose and save the settings; return them as text for the user.
 
     Raises:
         ValueError: an option or a host is invalid; nothing has been started.
@@ -41,10 +39,8 @@ def tune(config: Tune) -> None:
     """
     measurements, lines = search(config)
     measurements.save(config.save)
-    console = Console(soft_wrap=True, highlight=False)
-    for line in lines:
-        console.print(line)
-    console.print(f"\nbest: {_text(measurements.settings)}\nsaved; to train with it: HVDKIT_TUNED={config.save}")
+    end = ["", f"best: {_text(measurements.settings)}", f"saved; to train with it: HVDKIT_TUNED={config.save}"]
+    return "\n".join([*lines, *end])
 
 
 def search(config: Tune) -> tuple[Measurements, list[str]]:
