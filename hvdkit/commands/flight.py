@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
+from hvdkit.commands.options import output_errors
 from hvdkit.errors import describe
 from hvdkit.watchdog.flight_file import FlightFile, read
 from hvdkit.watchdog.flight_recorder import CollectiveRecord
@@ -52,11 +53,8 @@ def flight(config: FlightConfig) -> str:
         raise ValueError(describe("FILE", f"{config.file} ({error})", "a flight recorder's file", remedy)) from None
     lines = [file.line, *explain(file), *timeline(file)]
     if config.trace is not None:
-        try:
+        with output_errors("--trace", config.trace):
             config.trace.write_text(json.dumps(trace(file)))
-        except OSError as error:
-            got = f"{config.trace} ({error.strerror})"
-            raise ValueError(describe("--trace", got, "a file that can be written", "choose another path")) from None
         lines.append(f"trace: {config.trace} (open it at ui.perfetto.dev)")
     return "\n".join(lines)
 

@@ -83,7 +83,8 @@ REFUSED = (
     (["--profile", "{}", "--profile-steps", "1-5"], "steps to profile: got 1-5, expected 3 <= FIRST <= LAST"),
     (["-np", "2", "--", "python", "x.py"], "--profile: got none, expected a folder, for a program"),
     (["--profile", "/proc/x"], "--profile: got /proc/x"),
-    (["--json", "/nowhere/x.json"], "--json: got /nowhere/x.json, expected a file"),
+    (["--json", "/nowhere/x.json"], "--json: got /nowhere/x.json (No such file or directory), expected a file"),
+    (["--json", "{}"], "(Is a directory), expected a file that can be written"),
     (["--profile", "{}", "--", "x.py"], "program: got x.py, expected a command"),
     (["-H", "a:0"], "-H: got 'a:0'"),
 )

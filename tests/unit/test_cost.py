@@ -112,6 +112,15 @@ def test_what_cannot_be_planned(tmp_path, capsys):
         assert words in capsys.readouterr().err, arguments
 
 
+def test_the_file_of_tune_is_checked_before_and_not_created(tmp_path, capsys):
+    for path, reason in ((tmp_path / "a" / "x.json", "No such file or directory"), (tmp_path, "Is a directory")):
+        assert main(["tune", "--save", str(path)]) == 2
+        printed = capsys.readouterr()
+        shown = " ".join((printed.out + printed.err).replace("│", " ").split())
+        assert f"({reason}), expected a file that can be written; pass another" in shown, path
+    assert Tune(save=tmp_path / "new.json") and not list(tmp_path.iterdir())
+
+
 def test_the_end_of_tune_can_be_pasted(tmp_path, monkeypatch):
     file = tmp_path / "[green]" / "tuned.json"  # brackets are commands to some printers
     file.parent.mkdir()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ from hvdkit.commands.measure.config import Bench
 from hvdkit.commands.measure.figures import as_json, as_table
 from hvdkit.commands.measure.jobs import launch, measure_ranks
 from hvdkit.commands.measure.measurements import RankMeasurement, merge_jobs
+from hvdkit.commands.options import check_output, output_errors
 from hvdkit.errors import describe
 from hvdkit.profiling.settings import TIMELINE, VARIABLE, ProfileSettings
 
@@ -27,7 +27,7 @@ def bench(config: Bench, program: Sequence[str]) -> int:
         ClusterError: a host is misconfigured, or an engine is missing; nothing has been started.
         SystemExit: a job with the built-in workload has failed.
     """
-    _check_writable(config)
+    _prepare_outputs(config)
     if program:
         return _profile_program(config, program)
     jobs = _time_rounds(config)
@@ -37,20 +37,15 @@ def bench(config: Bench, program: Sequence[str]) -> int:
     return 0
 
 
-def _check_writable(config: Bench) -> None:
+def _prepare_outputs(config: Bench) -> None:
     """Fail early if outputs cannot be written, not after hours of measuring; remove an earlier profile."""
-    try:
-        if config.profile is not None:
+    if config.profile is not None:
+        with output_errors("--profile", config.profile, "folder"):
             config.profile.mkdir(parents=True, exist_ok=True)
             for name in ("trace.json.gz", "profile.json"):
                 (config.profile / name).unlink(missing_ok=True)
-    except OSError as error:
-        got = f"{config.profile} ({error.strerror})"
-        raise ValueError(describe("--profile", got, "a folder that can be written", "pass another")) from None
     if config.json is not None:
-        target = config.json if config.json.exists() else config.json.parent
-        if config.json.is_dir() or not os.access(target, os.W_OK):
-            raise ValueError(describe("--json", str(config.json), "a file that can be written", "pass another"))
+        check_output("--json", config.json)
 
 
 def _time_rounds(config: Bench) -> list[list[RankMeasurement]]:

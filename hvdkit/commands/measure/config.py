@@ -11,7 +11,7 @@ from tyro.conf import arg
 
 from hvdkit.commands.measure.measurements import MeasureRequest
 from hvdkit.commands.measure.workloads import BATCHES, USUAL_OPTIMIZERS, ModelName, OptimizerName
-from hvdkit.commands.options import UNSET
+from hvdkit.commands.options import UNSET, check_output
 from hvdkit.commands.run.config import EngineKind, RunConfig
 from hvdkit.errors import describe
 from hvdkit.profiling.settings import FIRST, LAST, ProfileSettings
@@ -163,8 +163,4 @@ class Tune(MeasureOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        try:
-            self.save.open("a").close()
-        except OSError as error:
-            got = f"{self.save} ({error.strerror})"
-            raise ValueError(describe("--save", got, "a file that can be written", "pass another")) from None
+        check_output("--save", self.save)

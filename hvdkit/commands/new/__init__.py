@@ -11,6 +11,7 @@ from typing import Literal
 
 from tyro.conf import Positional
 
+from hvdkit.commands.options import output_errors
 from hvdkit.errors import describe
 
 _HERE = Path(__file__).parent
@@ -48,13 +49,10 @@ def new(config: New) -> str:
         ValueError: the folder is not empty, or cannot be written.
     """
     files = project(config)
-    try:
+    with output_errors("PATH", config.path, "folder"):
         _check_unused(config.path, files)
         for name, text in files.items():
             _write(config.path / name, text)
-    except OSError as error:
-        got = f"{config.path} ({error.strerror})"
-        raise ValueError(describe("PATH", got, "a folder that can be written", "choose another")) from None
     return f"{config.path}: {', '.join(files)}\n\nnext steps:\n" + "\n".join(f"  {step}" for step in _steps(config))
 
 

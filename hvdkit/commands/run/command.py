@@ -6,12 +6,12 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+from hvdkit.commands.options import output_errors
 from hvdkit.commands.run import restarts
 from hvdkit.commands.run.config import RunConfig
 from hvdkit.commands.run.job import prepare
 from hvdkit.commands.run.output import OutputWriter
 from hvdkit.commands.run.preflight import raise_problems
-from hvdkit.errors import describe
 
 # Arguments that engines interpret themselves: the separator of programs, and the end of options.
 _ENGINES_OWN = (":", "--")
@@ -41,11 +41,8 @@ def run(config: RunConfig, program: Sequence[str]) -> int | str:
         return str(job.command_line(hosts, plain(program), network.interface))
     job.check_temporary_files()
     if config.logs is not None:
-        try:
+        with output_errors("--logs", config.logs, "folder"):
             config.logs.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            got = f"{config.logs} ({error.strerror})"
-            raise ValueError(describe("--logs", got, "a folder that can be written", "pass another")) from None
     output = OutputWriter({1: sys.stdout.buffer, 2: sys.stderr.buffer}, config.logs)
     return restarts.run(job, program, output)
 
