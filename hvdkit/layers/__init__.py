@@ -2,7 +2,7 @@
 
 Embedding layers take ids and return vectors; their tables are sharded, and each call costs one exchange of ids and one
 of rows. Start with ``collection.py``. A call converts inputs to flat ids and rows to outputs (``features.py``), and
-exchanges them (``lookup.py``, or ``owner_lookup.py`` with ``dp_input=False``); ``table_store.py`` holds the variables.
+exchanges them (``lookup.py``); ``table_store.py`` holds the variables.
 
 Parallel dense layers split one matrix product among the ranks of a mesh axis, which share a batch. Start with
 ``parallel_dense.py``; ``parallel_loss.py`` is the matching cross-entropy. ``sharded_layer.py`` saves both kinds.

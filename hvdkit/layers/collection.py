@@ -26,11 +26,9 @@ from hvdkit.layers.features import (
     unflatten_features,
 )
 from hvdkit.layers.lookup import PendingLookup, abandon_lookup, read_outputs, send_requests
-from hvdkit.layers.owner_lookup import abandon_owned_lookup, lookups_of_rank, one_vector_each, read_owned
 from hvdkit.layers.sharded_layer import ShardedLayer
 from hvdkit.layers.table_store import TableStore
 from hvdkit.optimizer.compression import wire_dtype
-from hvdkit.sharding.layout import lay_out
 from hvdkit.sharding.plan import Plan, plan_tables
 from hvdkit.sharding.table import Table, check_tables
 
@@ -59,16 +57,10 @@ class ShardedEmbeddingCollection(ShardedLayer):
         compression: "fp16" or "bf16": send rows and their gradients in 16 bits.
         out_of_range: how to handle ids out of range: "error" (on every rank, naming feature, value and table), "wrap"
             (modulo the number of rows), or "drop" (zeros, or skipped by a combiner).
-        dp_input: True: a rank passes its examples' ids for all features. False: it passes the ids of the
-            entire global batch for ``local_features``, those of the tables that it holds; ids are not exchanged. Of
-            B examples rank r of N then gets the vectors of examples ``[r*B//N, (r+1)*B//N)``, like
-            ``hk.data.GlobalBatches``. Tables must be placed by "table" (the choice of "auto") or "column", and every
-            example must have one vector: use a combiner, or ids ``[B]``.
         **kwargs: arguments of ``keras.layers.Layer``.
 
     Attributes:
         features: the names of all features.
-        local_features: the features for which this rank passes ids: all of them, except with ``dp_input=False``.
 
     Raises:
         ValueError, TypeError: an argument is invalid; a feature is missing; ids are not integers.
@@ -97,39 +89,25 @@ class ShardedEmbeddingCollection(ShardedLayer):
         seed: int | None = None,
         compression: str | None = None,
         out_of_range: OutOfRange = "error",
-        dp_input: bool = True,
         **kwargs: Any,
     ):
+        if kwargs.pop("dp_input", True) is not True:  # removed; configs saved before contain True or False
+            remedy = "leave it out, and pass the ids of each rank's own examples, for all features"
+            raise ValueError(describe("dp_input", False, "True: ids for tables of this rank are not supported", remedy))
         super().__init__(**kwargs)
         self.autocast = False  # ids are integers, and weights keep their dtype
         self.tables = check_tables(tables)
         self.compression = compression
         self.out_of_range = out_of_range
         self.seed = seed
-        self.dp_input = dp_input
         self._wire = wire_dtype(compression)
         if out_of_range not in get_args(OutOfRange):
             raise ValueError(describe("out_of_range", out_of_range, "'error', 'wrap' or 'drop'", "pass one of them"))
-        if not isinstance(dp_input, bool):
-            raise TypeError(describe("dp_input", dp_input, "True or False", "pass one of them"))
-        self.plan = _plan(self.tables, plan, dp_input)
-        masked = [table.name for table in self.tables if table.mask_zero and table.combiner is None]
-        if masked and not dp_input:
-            remedy = "give the table a combiner, or leave mask_zero out"
-            raise ValueError(
-                describe("mask_zero", f"True for table {masked[0]!r}", "False with dp_input=False", remedy)
-            )
+        self.plan = _plan(self.tables, plan)
         self.lookups = lookups_of(self.tables)
         self.features = tuple(dict.fromkeys(feature for feature, _ in self.lookups.values()))
-        self.local_features = self.features if dp_input else self._features_of_rank()
-        self.supports_masking = bool(masked)
+        self.supports_masking = any(table.mask_zero and table.combiner is None for table in self.tables)
         self._store: TableStore | None = None
-
-    def _features_of_rank(self) -> tuple[str, ...]:
-        """Return the features in tables of which this rank holds columns."""
-        layout = lay_out(self.tables, self.plan.placements, cluster.size())
-        lookups = lookups_of_rank(layout, self.lookups, cluster.rank())
-        return tuple(dict.fromkeys(self.lookups[lookup.output].feature for lookup in lookups))
 
     def build(self, input_shape: object = None) -> None:
         """Create this rank's part of every table."""
@@ -160,21 +138,16 @@ class ShardedEmbeddingCollection(ShardedLayer):
             ``[..., output_dim]`` for each feature, in the layer's compute dtype and with the nesting of ``inputs``.
         """
         store = self._built_store()
-        if self.dp_input and isinstance(inputs, PendingLookup):
-            bags = flatten_features(inputs.bags)
-            if set(bags) != set(self.lookups):
-                remedy = "pass the result of this layer's ask()"
-                raise ValueError(describe("inputs", sorted(bags), f"a request for {sorted(self.lookups)}", remedy))
-            outputs = read_outputs(store, PendingLookup(bags, inputs.rows), training)
-        elif self.dp_input:
-            outputs = read_outputs(store, send_requests(store, self._bags(inputs)), training)
+        if isinstance(inputs, PendingLookup):
+            pending = PendingLookup(self._bags_of(inputs), inputs.rows)
         else:
-            outputs = read_owned(store, self._bags(inputs))
+            pending = send_requests(store, self._bags(inputs))
+        outputs = read_outputs(store, pending, training)
         self._add_penalty(store)
         outputs = {name: tf.cast(rows, self.compute_dtype) for name, rows in outputs.items()}
         if isinstance(inputs, PendingLookup):
             return unflatten_features(inputs.bags, outputs)
-        return self._nest(inputs, outputs)
+        return nest_outputs(inputs, outputs, self.lookups)
 
     @graph_safe
     def ask(self, inputs: Mapping[str, Any]) -> PendingLookup:
@@ -188,9 +161,6 @@ class ShardedEmbeddingCollection(ShardedLayer):
 
         Returns:
             The request, to pass to the layer; also from one call of a ``tf.function`` to the next.
-
-        Raises:
-            ValueError: the layer has ``dp_input=False``, so ids are not exchanged.
 
         Examples:
             >>> import tensorflow as tf
@@ -206,28 +176,29 @@ class ShardedEmbeddingCollection(ShardedLayer):
             >>> for batch in ([2, 3], [4, 5]):
             ...     pending, loss = step(pending, {"user": tf.constant(batch)})
         """
-        if not self.dp_input:
-            raise ValueError(describe("ask", "dp_input=False", "dp_input=True", "call the layer: no ids are exchanged"))
         pending = send_requests(self._built_store(), self._bags(inputs))
-        return PendingLookup(self._nest(inputs, pending.bags), pending.rows)
+        return PendingLookup(nest_outputs(inputs, pending.bags, self.lookups), pending.rows)
+
+    def _bags_of(self, pending: PendingLookup) -> dict[str, Bag]:
+        """Return each output's ids of a request; raise ValueError for one of another layer."""
+        bags = flatten_features(pending.bags)
+        if set(bags) != set(self.lookups):
+            remedy = "pass the result of this layer's ask()"
+            raise ValueError(describe("inputs", sorted(bags), f"a request for {sorted(self.lookups)}", remedy))
+        return bags
 
     def _bags(self, inputs: Any) -> dict[str, Bag]:
         """Return each output's ids; on invalid inputs, notify the other ranks so that they do not wait."""
         try:
             values = self._check_features(inputs)
             return {
-                name: self._bag(values[feature], table, feature)
+                name: bag_of(values[feature], table, feature, floats=self._floats, how=self.out_of_range)
                 for name, (feature, table) in self.lookups.items()
-                if feature in values
             }
         except Exception:
             if tf.executing_eagerly():  # in a graph, a tracing error ends the job; here the other ranks would wait
-                (abandon_lookup if self.dp_input else abandon_owned_lookup)(self._built_store())
+                abandon_lookup(self._built_store())
             raise
-
-    def _bag(self, value: Any, table: Table, feature: str) -> Bag:
-        bag = bag_of(value, table, feature, floats=self._floats, how=self.out_of_range)
-        return bag if self.dp_input else one_vector_each(bag, feature)
 
     def _add_penalty(self, store: TableStore) -> None:
         """Add the regularization of sharded tables to the losses, once per step; Keras adds that of replicated ones."""
@@ -237,13 +208,10 @@ class ShardedEmbeddingCollection(ShardedLayer):
     def compute_output_spec(self, inputs: Mapping[str, Any], **_: Any) -> dict[str, Any]:
         """Return the outputs' shapes, without a lookup."""
         values = self._check_features(inputs)
-        specs = {}
-        for name, (feature, table) in self.lookups.items():
-            if self.dp_input:
-                specs[name] = self._output_spec(values[feature], table, feature)
-            else:
-                specs[name] = keras.KerasTensor((None, table.output_dim), dtype=self.compute_dtype)
-        return self._nest(inputs, specs)
+        specs = {
+            name: self._output_spec(values[feature], table, feature) for name, (feature, table) in self.lookups.items()
+        }
+        return nest_outputs(inputs, specs, self.lookups)
 
     def _output_spec(self, inputs: Any, table: Table, feature: str) -> keras.KerasTensor:
         """Return the shape and dtype of one feature's vectors; raise TypeError for ids of an invalid dtype."""
@@ -273,7 +241,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
             return unflatten_features(inputs.bags, {name: bag.mask for name, bag in bags.items()})
         values = flatten_features(inputs)
         masks = {name: _mask(values[feature], table) for name, (feature, table) in self.lookups.items()}
-        return self._nest(inputs, masks)
+        return nest_outputs(inputs, masks, self.lookups)
 
     def gather(self, table: str, root: int | None = None) -> np.ndarray | None:
         """Return an entire table on every rank, or only on ``root``. Every rank calls it.
@@ -387,32 +355,16 @@ class ShardedEmbeddingCollection(ShardedLayer):
     def _check_features(self, inputs: Any) -> dict[str, Any]:
         """Return the inputs by feature."""
         values = flatten_features(inputs) if isinstance(inputs, Mapping) else None
-        if values is None or set(values) != set(self.local_features):
+        if values is None or set(values) != set(self.features):
             got = sorted(values) if values is not None else type(inputs).__name__
             remedy = "pass every feature, and no other"
-            if not self.dp_input:
-                remedy = "pass the features of the tables that this rank holds, layer.local_features"
-            raise ValueError(describe("inputs", got, f"a dict of {sorted(self.local_features)}", remedy))
+            raise ValueError(describe("inputs", got, f"a dict of {sorted(self.features)}", remedy))
         return values
-
-    def _nest(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Nest outputs like ``inputs``; with ``dp_input=False``, which lacks features, according to their names."""
-        if self.dp_input:
-            return nest_outputs(inputs, outputs, self.lookups)
-        whole: dict[str, Any] = {}
-        for feature in self.features:
-            *outer, last = feature.split("/")
-            inner = whole
-            for key in outer:
-                inner = inner.setdefault(key, {})
-            inner[last] = None
-        return nest_outputs(whole, outputs, self.lookups)
 
     def get_config(self) -> dict[str, Any]:
         """Return the layer's config for ``from_config``."""
         tables = [table_config(table) for table in self.tables]
-        names = ("seed", "compression", "out_of_range", "dp_input")
-        options = {name: getattr(self, name) for name in names}
+        options = {name: getattr(self, name) for name in ("seed", "compression", "out_of_range")}
         return {**super().get_config(), "tables": tables, "plan": dict(self.plan.placements), **options}
 
     @classmethod
@@ -453,22 +405,13 @@ def _mask(inputs: Any, table: Table) -> Any:
     return keras.ops.not_equal(inputs, 0) if isinstance(inputs, keras.KerasTensor) else tf.not_equal(inputs, 0)
 
 
-def _plan(tables: tuple[Table, ...], plan: Any, dp_input: bool) -> Plan:
+def _plan(tables: tuple[Table, ...], plan: Any) -> Plan:
     if isinstance(plan, Plan):
         if plan.size != cluster.size() or plan.tables != tables:
             got = f"one of {len(plan.tables)} tables for {plan.size} ranks"
             remedy = "call hk.plan_tables(tables, hk.size())"
             raise ValueError(describe("plan", got, f"one of these tables for {cluster.size()} ranks", remedy))
-    elif plan != "auto" and not isinstance(plan, Mapping):
+        return plan
+    if plan != "auto" and not isinstance(plan, Mapping):
         raise TypeError(describe("plan", plan, "'auto', a Plan or a dict of placements", "pass {'table': 'row'}"))
-    elif dp_input:
-        return plan_tables(tables, cluster.size(), placements=None if plan == "auto" else plan)
-    else:
-        whole = {table.name: "table" for table in tables if not table.evict}
-        plan = plan_tables(tables, cluster.size(), placements=whole if plan == "auto" else {**whole, **plan})
-    for name, placement in plan.placements.items():
-        if not dp_input and placement not in ("table", "column"):
-            remedy = "place it by 'table', or leave dp_input out"
-            got = f"{placement!r} for table {name!r}"
-            raise ValueError(describe("plan", got, "'table' or 'column' with dp_input=False", remedy))
-    return plan
+    return plan_tables(tables, cluster.size(), placements=None if plan == "auto" else plan)

@@ -25,8 +25,6 @@ from hvdkit.sharding.keys import key_dtype, keys_of
 from hvdkit.sharding.layout import TableSlice
 from hvdkit.sharding.routing import KeyedVariable, LookupRows, read_distinct
 
-_NO_BAG = Bag(None, None, None)
-
 
 class PendingLookup(NamedTuple):
     """A lookup whose ids have been sent: returned by a layer's ``ask``, and accepted by its call instead of ids.
@@ -52,7 +50,7 @@ def send_requests(store: TableStore, bags: Mapping[str, Bag], fault: Fault | Non
         ValueError: in eager mode, on every rank, if an id of any rank is out of range and that is an error;
             ``tf.errors.InvalidArgumentError`` in graphs.
     """
-    fault = fault_of(store, bags) if fault is None else fault
+    fault = _find_fault(store, bags) if fault is None else fault
     safe = {name: make_ids_valid(bag, store.lookups[name].table, store.out_of_range) for name, bag in bags.items()}
     if store.deferred:
         return PendingLookup(safe, None)
@@ -93,14 +91,14 @@ def abandon_lookup(store: TableStore) -> None:
         send_requests(store, dict.fromkeys(store.lookups, nothing), refusal())
 
 
-def fault_of(store: TableStore, bags: Mapping[str, Bag]) -> Fault:
+def _find_fault(store: TableStore, bags: Mapping[str, Bag]) -> Fault:
     """Return the first invalid id or weight of this rank.
 
-    Every rank runs the same checks in the same order, even without a bag or weights, because faults are sent by number.
+    Every rank runs the same checks in the same order, even without weights, because faults are sent by number.
     """
     checks = []
     for name, (feature, table) in store.lookups.items():
-        bag = bags.get(name, _NO_BAG)
+        bag = bags[name]
         where = f"feature {feature!r} of table {table.name!r}"
         if store.out_of_range == "error" and not table.evict:
             remedy = "check the data, or pass out_of_range='wrap' or 'drop'"

@@ -233,7 +233,8 @@ class TableStore:
 
         Each rank computes the penalty of its parts; the sum and its gradient are the same on every rank.
         """
-        regularized = [self.tables[name] for name in self.layout.slices if self.tables[name].regularizer is not None]
+        sharded = [table for name, table in self.tables.items() if name not in self.replicated]
+        regularized = [table for table in sharded if table.regularizer is not None]
         if not regularized or self.deferred:
             return None
         dtype = tf.float64 if any(table.dtype == "float64" for table in regularized) else tf.float32

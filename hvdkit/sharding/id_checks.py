@@ -63,10 +63,9 @@ def as_ids(ids: npt.ArrayLike | tf.Tensor, name: str) -> tf.Tensor:
     return tensor if tensor.dtype in (tf.int32, tf.int64, tf.uint64) else tf.cast(tensor, tf.int64)
 
 
-def range_check(ids: tf.Tensor | None, rows: int, where: str, remedy: str = "check the data") -> Check:
-    """Return the check that ids ``[n]`` are valid for a table with ``rows`` rows; None: nothing to check."""
-    invalid = None if ids is None else is_out_of_range(ids, rows)
-    return Check(ids, invalid, "ids", where, f"0 to {rows - 1}", remedy)
+def range_check(ids: tf.Tensor, rows: int, where: str, remedy: str = "check the data") -> Check:
+    """Return the check that ids ``[n]`` are valid for a table with ``rows`` rows."""
+    return Check(ids, is_out_of_range(ids, rows), "ids", where, f"0 to {rows - 1}", remedy)
 
 
 def weights_check(weights: tf.Tensor | None, matches: tf.Tensor | None, where: str) -> Check:
@@ -81,7 +80,7 @@ def weights_check(weights: tf.Tensor | None, matches: tf.Tensor | None, where: s
     )
 
 
-def whole_numbers_check(ids: tf.Tensor | None, whole: tf.Tensor | None, where: str) -> Check:
+def whole_numbers_check(ids: tf.Tensor, whole: tf.Tensor | None, where: str) -> Check:
     """Return the check of ``whole`` ``[n]``: ids ``[n]`` passed as floats are whole numbers; None for integers."""
     invalid = None if whole is None else tf.logical_not(whole)
     return Check(ids, invalid, "ids, without their fraction", where, "whole numbers", "pass integers")

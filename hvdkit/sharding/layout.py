@@ -89,18 +89,16 @@ class TableGroup:
 
 @dataclass(frozen=True)
 class Layout:
-    """All groups, and the slices of each table.
+    """The variables of all tables.
 
     Attributes:
         size: number of ranks.
         groups: the sharded tables' variables.
-        slices: for each sharded table, its slices from left to right, each with its group's number.
         replicated: tables that are replicated on every rank.
     """
 
     size: int
     groups: tuple[TableGroup, ...]
-    slices: Mapping[str, tuple[tuple[int, TableSlice], ...]]
     replicated: tuple[Table, ...]
 
     @property
@@ -127,7 +125,6 @@ def lay_out(tables: Sequence[Table], placements: Mapping[str, str], size: int) -
         ([3, 5], [0, 2])
     """
     groups: dict[tuple[int, str, bool, str, str], TableGroup] = {}
-    slices: dict[str, list[tuple[int, TableSlice]]] = {}
 
     def add(table: Table, width: int, columns: range, rule: str, rank: int = 0) -> None:
         evicting = table if table.evict else None
@@ -141,7 +138,6 @@ def lay_out(tables: Sequence[Table], placements: Mapping[str, str], size: int) -
                 group.rows[r] = table_slice.base + rows
             group.rows[r] += evicting is not None
         group.slices.append(table_slice)
-        slices.setdefault(table.name, []).append((list(groups).index(key), table_slice))
 
     for table in tables:
         if (placement := placements[table.name]) in ("row", "div"):
@@ -157,4 +153,4 @@ def lay_out(tables: Sequence[Table], placements: Mapping[str, str], size: int) -
             nbytes = [sum(g.rows[rank] * g.width * DTYPES[g.dtype] for g in groups.values()) for rank in range(size)]
             add(table, table.output_dim, range(table.output_dim), "whole", nbytes.index(min(nbytes)))
     replicated = tuple(t for t in tables if placements[t.name] == "replicated")
-    return Layout(size, tuple(groups.values()), {n: tuple(of_table) for n, of_table in slices.items()}, replicated)
+    return Layout(size, tuple(groups.values()), replicated)

@@ -59,7 +59,7 @@ class Tables:
         return [*(layer.get_weights()[0] for layer in layers), head.numpy()]
 
 
-def assert_trains_as_keras(layer, world, optimizer, traced, rank, size, **near):
+def assert_trains_as_keras(layer, world, optimizer, traced, rank, size):
     """Train a collection and a dense layer for two global batches; compare all weights with those of one process."""
     layer.set_weights(world.values)
     head, batches = keras.Variable(world.head), [world.batch(step) for step in range(2)]
@@ -76,14 +76,11 @@ def assert_trains_as_keras(layer, world, optimizer, traced, rank, size, **near):
 
     run = tf.function(step) if traced else step
     for ids, y in batches:
-        if layer.dp_input:  # the ids of this rank's examples, else those of its tables
-            given = {name: tf.constant(mine(x, rank, size)) for name, x in ids.items()}
-        else:
-            given = {name: tf.constant(ids[name]) for name in layer.local_features}
+        given = {name: tf.constant(mine(x, rank, size)) for name, x in ids.items()}
         own = mine(y, rank, size)
         run(given, tf.constant(own), tf.constant(float(len(own))))
     expected = world.trained(OPTIMIZERS[optimizer](), batches)
-    same_values([*layer.get_weights(), head.numpy()], expected, **{"rtol": 1e-4, "atol": 1e-5, **near})
+    same_values([*layer.get_weights(), head.numpy()], expected, rtol=1e-4, atol=1e-5)
 
 
 OPTIMIZERS = {
@@ -110,112 +107,6 @@ def test_tables_and_shared_features_equal_keras(plan, optimizer, many, combiner,
     plan = plan if plan == "auto" else {t.name: kind for t, kind in zip(tables, kinds, strict=False)}
     layer = hk.layers.ShardedEmbeddingCollection(tables, plan)
     assert_trains_as_keras(layer, world, optimizer, traced, rank, size)
-
-
-# ---- inputs on the tables' owners -----------------------------------------------------------------------------
-
-
-@pairwise(
-    ranks=(3,),
-    plan=["auto", "table", "column", "mixed"], many=[1, 3], combiner=[None, "mean"],
-    traced=[False, False, True], compression=[None, "bf16"],
-)  # fmt: skip
-def test_ids_of_the_global_batch_at_the_owners_equal_keras(plan, many, combiner, traced, compression, rank, size):
-    """Each rank has the ids of its tables, and gets the vectors of its examples; some ranks have no table."""
-    world = Tables(many, many, combiner)
-    tables = world.tables()
-    if plan == "mixed":
-        plan = {t.name: ("table", "column")[i % 2] for i, t in enumerate(tables)}
-    plan = plan if isinstance(plan, dict) or plan == "auto" else dict.fromkeys([t.name for t in tables], plan)
-    layer = hk.layers.ShardedEmbeddingCollection(tables, plan, dp_input=False, compression=compression)
-    assert sorted(set(sum(hk.allgather_object(layer.local_features), ()))) == sorted(layer.features)
-    near = {} if compression is None else {"rtol": 0.1, "atol": 0.05}
-    assert_trains_as_keras(layer, world, "adagrad", traced, rank, size, **near)
-
-
-@pytest.mark.parametrize("form", ["ragged", "sparse", "weighted"])
-def test_other_forms_at_the_owners(form, rank, size):
-    tables = [Table("a", 9, 3, combiner="sum", features=("a", "b")), Table("c", 5, 2, combiner="mean", dtype="float64")]
-    layer = hk.layers.ShardedEmbeddingCollection(tables, dp_input=False, seed=1)
-    layer.build()
-    rows = [[1, 2], [], [3], [4, 4, 0], [2]]
-    ragged = tf.ragged.constant(rows)
-    given = {"ragged": ragged, "sparse": ragged.to_sparse(), "weighted": (ragged, tf.cast(ragged + 1, tf.float32))}[
-        form
-    ]
-    found = layer(dict.fromkeys(layer.local_features, given))
-    for feature, name, combiner in (("a", "a", "sum"), ("b", "a", "sum"), ("c", "c", "mean")):
-        table, expected = layer.gather(name), []
-        for ids in rows:
-            w = np.array(ids) + 1.0 if form == "weighted" else np.ones(len(ids))
-            vector = w @ table[ids] if ids else np.zeros(table.shape[1])
-            expected.append(vector / w.sum() if combiner == "mean" and ids else vector)
-        np.testing.assert_allclose(found[feature], mine(np.array(expected), rank, size), rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("what", "traced"),
-    [("bad id", True), ("bad id", False), ("unlike batches", False), ("unlike features", True), ("fine", False)],
-)
-def test_bad_ids_at_one_owner_are_an_error_on_every_rank(what, traced, rank, size):
-    layer = hk.layers.ShardedEmbeddingCollection(
-        [Table("a", 9, 2), Table("b", 9, 2), Table("c", 9, 2)], {"a": "column"}, dp_input=False, name="owners"
-    )
-    layer.build()
-    ids = {f: np.array([1, 2, 3]) for f in layer.local_features}
-    owner = min(r for r, held in enumerate(hk.allgather_object(layer.local_features)) if "b" in held)
-    if rank == owner:
-        if what == "bad id":
-            ids["b"] = np.array([1, 9, 3])
-        elif what == "unlike batches":
-            ids = {f: x[:2] for f, x in ids.items()}
-        elif what == "unlike features":
-            ids["b"] = ids["b"][:2]
-    said = {
-        "bad id": f"got 9 in feature '?b'? of table '?b'? on rank {owner}",
-        "unlike batches": "inputs: got .*examples",
-        "unlike features": "inputs: got .*examples",
-    }
-    given = {f: tf.TensorSpec([None], tf.int64) for f in ids}  # otherwise TensorFlow would reject the graph
-    call = tf.function(layer, input_signature=[given]) if traced else layer
-    if what == "fine":
-        assert {name: x.shape[0] for name, x in call(ids).items()} == dict.fromkeys(
-            "abc", len(mine(range(3), rank, size))
-        )
-        return
-    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match=said[what]):
-        call(ids)
-
-
-def test_what_owners_cannot_look_up_is_refused(rank, size):
-    make = hk.layers.ShardedEmbeddingCollection
-    with pytest.raises(
-        ValueError, match="plan: got 'row' for table 'a', expected 'table' or 'column' with dp_input=False"
-    ):
-        make([Table("a", 9, 2)], {"a": "row"}, dp_input=False)
-    with pytest.raises(ValueError, match="'row' for table 'a'"):
-        make([Table("a", 9, 2, evict="lru")], dp_input=False)
-    with pytest.raises(ValueError, match="mask_zero: got True for table 'a'"):
-        make([Table("a", 9, 2, mask_zero=True)], dp_input=False)
-    with pytest.raises(TypeError, match="dp_input: got 1"):
-        make([Table("a", 9, 2)], dp_input=1)
-    layer = make([Table("a", 9, 2), Table("b", 9, 2)], dp_input=False)
-    with pytest.raises(ValueError, match="ask: got dp_input=False"):
-        layer.ask({})
-    owners = hk.allgather_object(layer.local_features)
-    owner = min(r for r, held in enumerate(owners) if "a" in held)
-    for bad, said in (
-        ({"a": np.array([[1, 2]])}, "ids of 'a': got several ids for each example"),
-        ({"a": tf.ragged.constant([[1], []])}, "ids of 'a': got several"),
-        ({"a": np.array([1.5])}, "ids of 'a': got float64"),
-        ({"other": np.array([1])}, "inputs: got .*layer.local_features"),
-    ):
-        good = {f: np.array([1]) for f in layer.local_features}
-        given = {**good, **bad} if rank == owner else good
-        with pytest.raises(
-            (ValueError, TypeError), match=said if rank == owner else f"rank {owner} rejected its inputs"
-        ):
-            layer(given)
 
 
 # ---- features: in several tables, and in nested dicts ---------------------------------------------------------

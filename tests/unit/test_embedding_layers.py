@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zipfile
+
 import keras
 import numpy as np
 import pytest
@@ -100,7 +102,7 @@ def layers_of_all_kinds():
     return [
         hk.layers.ShardedEmbedding(9, 2, combiner="sum", partition="div", seed=4, optimizer="adagrad", **one),
         hk.layers.ShardedEmbeddingCollection(tables, {"a": "column"}, seed=4, out_of_range="drop", compression="bf16"),
-        hk.layers.ShardedEmbeddingCollection([Table("a", 9, 2)], dp_input=False, seed=1, dtype="mixed_bfloat16"),
+        hk.layers.ShardedEmbeddingCollection([Table("a", 9, 2)], seed=1, dtype="mixed_bfloat16"),
         hk.layers.ColumnParallelDense(5, activation="gelu", gather_output=True, use_bias=False, seed=3),
         hk.layers.RowParallelDense(5, input_dim=4, input_is_parallel=False, kernel_initializer="ones"),
     ]
@@ -123,6 +125,30 @@ def test_layers_are_made_again_by_keras(number):
     if number < 3:
         again.build(), layer.build()
         same_values(again.weights, layer.weights)
+
+
+def test_files_of_earlier_versions_contain_an_option_that_was_removed(tmp_path):
+    """They say whether ranks pass ids of their own examples (``dp_input``: true), the only way left."""
+    ids = keras.Input((), dtype="int64", name="a")
+    layer = hk.layers.ShardedEmbeddingCollection([Table("a", 9, 2)], {"a": "row"}, seed=1)
+    model = keras.Model({"a": ids}, layer({"a": ids}))
+    model.save(tmp_path / "now.keras")
+    for value in ("true", "false"):
+        path = tmp_path / f"{value}.keras"
+        with zipfile.ZipFile(tmp_path / "now.keras") as now, zipfile.ZipFile(path, "w") as before:
+            for name in now.namelist():
+                content = now.read(name)
+                if name == "config.json":
+                    option = f'"out_of_range": "error", "dp_input": {value}'.encode()
+                    assert content.count(b'"out_of_range": "error"') == 1
+                    content = content.replace(b'"out_of_range": "error"', option)
+                before.writestr(name, content)
+    same_values(keras.saving.load_model(tmp_path / "true.keras").get_weights(), model.get_weights())
+    refused = "dp_input: got False, expected True.*; leave it out, and pass the ids of each rank's own examples"
+    with pytest.raises(ValueError, match=refused):
+        keras.saving.load_model(tmp_path / "false.keras")
+    with pytest.raises(ValueError, match=refused):
+        hk.layers.ShardedEmbeddingCollection([Table("a", 9, 2)], dp_input=False)
 
 
 def test_a_file_of_another_layer_is_refused():
