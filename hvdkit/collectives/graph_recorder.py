@@ -1,8 +1,7 @@
-"""Records the collectives of graphs: the last run of each, or every run with ``HVDKIT_CHECK=1`` or op determinism."""
+"""Records the collectives of graphs: the last run of each, or every run with op determinism."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -13,7 +12,6 @@ from hvdkit.collectives.sites import MOST_SHAPES, add_site, describe_tensors, tr
 from hvdkit.internals import is_op_determinism_enabled
 from hvdkit.watchdog.flight_recorder import collective_key, recorder
 from hvdkit.watchdog.reporter import reporter
-from hvdkit.watchdog.settings import CHECK
 
 Result = TypeVar("Result")
 
@@ -42,7 +40,7 @@ def run(
     if not reporter().is_watched:  # no sentinel would read the records
         return native(tensors)
     # Sites read TensorFlow's clock, which it refuses if op determinism is enabled.
-    if os.environ.get(CHECK) != "1" and not is_op_determinism_enabled():
+    if not is_op_determinism_enabled():
         return add_site(op_name, label, shown, ranks).record(native, tensors)
     line = traced_line()
     key = collective_key(op_name, ranks)

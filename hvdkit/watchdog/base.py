@@ -34,9 +34,8 @@ from hvdkit.watchdog.events import (
 from hvdkit.watchdog.lines import write_line
 from hvdkit.watchdog.rank_process import RankProcess
 
-# Seconds between looks at the rank's process; with ``HVDKIT_CHECK=1``, at its collectives.
+# Seconds between looks at the rank's process.
 _POLL_SECONDS = 0.5
-_CHECK_SECONDS = 0.05
 # Seconds before SIGKILL, which loses the exit code: for a rank to end itself after its deadline, in addition for a rank
 # that has left or unwound, and for a program that does not use hvdkit to exit after SIGTERM.
 _KILL_SECONDS = 3.0
@@ -85,8 +84,7 @@ class Sentinel(ABC):
         self._tick(now)
 
     def _pause(self, now: float) -> float:
-        pause = _CHECK_SECONDS if self.welcome is not None and self.welcome.check else _POLL_SECONDS
-        return min([pause, *(at - now for at in self.timers.values())])
+        return min([_POLL_SECONDS, *(at - now for at in self.timers.values())])
 
     def _ready(self, key: selectors.SelectorKey, events: int) -> None:
         if key.data == "uplink":
@@ -126,8 +124,6 @@ class Sentinel(ABC):
             self.timers[self._report_late_exit] = now + _STACKS_SECONDS if self.send_to_rank(GiveStacks()) else now
         if self.welcome is None:
             return
-        if self.welcome.check and (collectives := self.rank.collectives()) is not None:
-            self.report(collectives)
         if not self.rank.has_ended and (has_changed or now - self._reported_at >= self.welcome.interval):
             self._reported_at = now
             self.report(self.rank.status(now))

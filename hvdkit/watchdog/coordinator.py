@@ -20,7 +20,6 @@ from hvdkit.machine import processes
 from hvdkit.watchdog import hang
 from hvdkit.watchdog.channel import NO_ANSWER, Closed, Output, Peer, Server
 from hvdkit.watchdog.events import (
-    Collectives,
     End,
     Exited,
     Failed,
@@ -127,7 +126,7 @@ class Coordinator:
         self._decision_due: float | None = None
         self._longest_idle: int | None = None  # the rank that has been idle longest, and longer than allowed
         self._stacks_due: float | None = None
-        self._waits = Waits(lambda rank: self.members[rank].last_heard, is_complete=settings.check)
+        self._waits = Waits(lambda rank: self.members[rank].last_heard)
         self._ticked_at = time.monotonic()
         self._left_behind = LeftBehind(self._running)
         self.stop_requested = self.notified = False
@@ -201,13 +200,6 @@ class Coordinator:
             self._running.move_to_end(member.rank)
         if isinstance(message, Status):
             self._handle_status(member, message, now)
-        elif isinstance(message, Collectives):
-            for key in message.ended:
-                self._waits.end(member.rank, key, now)
-            for record in message.begun:
-                self._waits.begin(member.rank, record, now)
-                if record.end is not None:
-                    self._waits.end(member.rank, record.key, now)
         elif isinstance(message, Training):
             if member.script_ended_at is not None:  # a second world of the same process
                 self._leaving.trains_again(member)
@@ -244,8 +236,7 @@ class Coordinator:
         member.status_at = now
         member.clock_difference = min(member.clock_difference, now - status.now)
         (self._stopped_ranks.discard if status.stopped is None else self._stopped_ranks.add)(member.rank)
-        if not self.settings.check:
-            self._waits.replace(member.rank, member.waits, now)
+        self._waits.replace(member.rank, member.waits, now)
         member.raised = member.raised if status.has_raised else None
         self._left_behind.note(member, now)
         patience = self.settings.patience
@@ -495,10 +486,6 @@ class Coordinator:
         for member in [self.members[rank] for rank in self._lost_ranks]:
             if member.joined.place not in places:  # all sentinels of a host are gone: none was only killed
                 self._blame_lost(member)
-        difference = self._waits.mismatch() if self.settings.check else None
-        if difference is not None:
-            member = self.members[difference.rank]
-            self._record(member, Judged(cause=difference.cause, step=self._steps_of(member)), 0.0)
         verdict = self.judge()
         if verdict.code == 0 or (verdict.rank is None and not any(map(self._is_failure, self._all_events()))):
             return

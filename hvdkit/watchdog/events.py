@@ -10,7 +10,7 @@ from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 from hvdkit.watchdog.flight_recorder import CollectiveRecord
 
-VERSION = 2
+VERSION = 3
 """Version of the whole set of messages. The coordinator checks it before it admits a sentinel."""
 
 
@@ -127,19 +127,6 @@ class Status(Message):
     last: str = ""
     has_raised: bool = False
     now: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Collectives(Message):
-    """With ``HVDKIT_CHECK=1``: the collectives that ended and began since the previous message of this kind.
-
-    Attributes:
-        ended: keys of collectives that were reported earlier and have ended.
-        begun: new collectives, in order. Some may already have ended.
-    """
-
-    ended: list[str]
-    begun: list[CollectiveRecord]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,13 +296,11 @@ class Welcome(Message):
     Attributes:
         heartbeat: seconds of silence after which a sentinel counts as lost.
         interval: seconds between two :class:`Status` messages.
-        check: report all collectives (``HVDKIT_CHECK=1``).
         program: command, environment and terminal of the program to start; only from ``hvdkit run``.
     """
 
     heartbeat: float
     interval: float
-    check: bool = False
     program: dict[str, Any] | None = None
 
 

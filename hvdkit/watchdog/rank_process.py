@@ -9,7 +9,7 @@ import socket
 from hvdkit.machine import processes
 from hvdkit.watchdog.activity import Activity
 from hvdkit.watchdog.channel import Connection
-from hvdkit.watchdog.events import Collectives, Exiting, Leaving, Status, Training
+from hvdkit.watchdog.events import Exiting, Leaving, Status, Training
 from hvdkit.watchdog.flight_recorder import CollectiveRecord, FlightReader, RecorderState
 
 # Seconds in a collective after which it is reported: another rank may wait for this one in another collective.
@@ -53,8 +53,6 @@ class RankProcess:
         self._reader: FlightReader | None = None
         self._status_pipe: int | None = None
         self._activity: Activity | None = None
-        self._last_reported = 0  # number of the last collective that :meth:`collectives` returned
-        self._pending: dict[int, str] = {}  # keys of collectives returned as begun, not yet as ended
 
     def receive_files(self, received: socket.socket) -> None:
         """Receive the descriptors that the rank sends before its first message: see ``reporter.Reporter``."""
@@ -192,17 +190,3 @@ class RankProcess:
     def records(self, limit: int) -> list[CollectiveRecord]:
         """Return its last collectives, up to ``limit``."""
         return [] if self._reader is None else self._reader.records(self._reader.state().number - limit)
-
-    def collectives(self) -> Collectives | None:
-        """Return the collectives that have begun or ended since the last call, or None."""
-        reader = self._reader
-        if reader is None:
-            return None
-        records = {number: reader.record(number) for number in self._pending}
-        ended = [self._pending.pop(number) for number, one in records.items() if one is None or one.end is not None]
-        begun = reader.records(self._last_reported)
-        for record in begun:
-            self._last_reported = record.number
-            if record.end is None:
-                self._pending[record.number] = record.key
-        return Collectives(ended=ended, begun=begun) if ended or begun else None

@@ -13,7 +13,6 @@ HEARTBEAT = "HVDKIT_HEARTBEAT_SECONDS"
 PATIENCE = "HVDKIT_WATCHDOG_SECONDS"
 UNWIND = "HVDKIT_UNWIND_SECONDS"
 EXIT = "HVDKIT_EXIT_SECONDS"
-CHECK = "HVDKIT_CHECK"
 STALL = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 # "PORT TOKEN ADDRESS..." of `hvdkit run`, or the path of a private file that contains it: an engine may put variables
 # on command lines, which every user of the host can read.
@@ -38,14 +37,12 @@ class WatchdogSettings:
         patience: seconds without progress after which the job counts as hanging; 0: never.
         unwind: seconds for other ranks to exit normally after one has failed; 0: they are ended immediately.
         grace: seconds for other ranks to save after one has saved and ended with exit code 75.
-        check: compare all collectives (``HVDKIT_CHECK=1``).
     """
 
     heartbeat: float = 10.0
     patience: float = 600.0
     unwind: float = 3.0
     grace: float = 2.0
-    check: bool = False
 
     @staticmethod
     def from_environment(grace: float = 2.0) -> WatchdogSettings:
@@ -56,7 +53,6 @@ class WatchdogSettings:
             patience=seconds(PATIENCE) if heartbeat else 0.0,
             unwind=seconds(UNWIND),
             grace=grace,
-            check=os.environ.get(CHECK) == "1",
         )
 
     def interval(self, size: int) -> float:
@@ -81,7 +77,7 @@ class WatchdogSettings:
 
     def welcome(self, size: int) -> Welcome:
         """Return the answer to a sentinel that joins."""
-        return Welcome(heartbeat=self.heartbeat, interval=self.interval(size), check=self.check)
+        return Welcome(heartbeat=self.heartbeat, interval=self.interval(size))
 
 
 def seconds(name: str) -> float:

@@ -21,7 +21,6 @@ from hvdkit.watchdog import coordinator as module
 from hvdkit.watchdog import job_end
 from hvdkit.watchdog.coordinator import Coordinator
 from hvdkit.watchdog.events import (
-    Collectives,
     End,
     Exited,
     Failed,
@@ -762,28 +761,14 @@ def test_a_collective_that_a_late_rank_will_enter_is_waited_in():
     assert_goes_on(job)
 
 
-def test_unlike_graphs_are_found_and_named_before_the_error_that_they_lead_to():
-    job = Job(3, check=True)
-    for rank, what in enumerate(("float32[3]", "float64[3]", "float32[3]")):
-        record = waits("a")._replace(key="sum", what=f"allreduce of {what}", line="train.py:7")
-        job.say(rank, Collectives(ended=[], begun=[record]))
-    job.say(0, Failed(cause="OpError: mismatched dtypes"))
-    job.run(8)
-    words = "is in allreduce of float64[3] (train.py:7), but rank 0 in allreduce of float32[3] (train.py:7)"
-    assert f"rank 1 on host-0 failed: CollectiveMismatchError: {words}" in job.line
-
-
 # ---- many ranks: instructions are counted, time is not measured ---------------------------------------------------
 
 
-BEGUN = waits("a")._replace(key="sum")
 MESSAGES = {
     "a status": Status(step=7, idle=0.1),
     "a wait": Status(step=7, waits=waits("a")),
     "a stop": Status(step=7, stopped=1.0),
     "a hang": Status(step=7, idle=700.0),
-    "a collective": Collectives(ended=[], begun=[BEGUN]),
-    "a collective and its end": Collectives(ended=["sum"], begun=[BEGUN._replace(end=2.0)]),
     "hk.init()": TRAINS,
     "an error": Failed(cause="ValueError: x", text="x" * 100),
     "an error that another rank caused": FOLLOWS,
