@@ -350,6 +350,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
         if self._store is None:
             self.build()
         assert self._store is not None
+        self._store.register_created()
         return self._store
 
     def _check_features(self, inputs: Any) -> dict[str, Any]:

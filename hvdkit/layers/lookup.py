@@ -23,7 +23,7 @@ from hvdkit.sharding.id_checks import (
 )
 from hvdkit.sharding.keys import key_dtype, keys_of
 from hvdkit.sharding.layout import TableSlice
-from hvdkit.sharding.routing import KeyedVariable, LookupRows, read_distinct
+from hvdkit.sharding.routing import KeptLookup, KeyedVariable, LookupRows, read_distinct
 
 
 class PendingLookup(NamedTuple):
@@ -134,6 +134,7 @@ def _slices(
     """Return each output's rows, one part per column slice."""
     groups = store.layout.groups
     parts = [len(group.slices) for group in groups]
+    store.last_lookup = KeptLookup(lookup)
     looked_up = routing.fetch_rows(store.sources(training), parts, lookup, store.wire)
     results: dict[str, list[LookupRows]] = {}
     for group, rows_of_group in zip(groups, looked_up, strict=True):

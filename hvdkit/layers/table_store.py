@@ -18,10 +18,9 @@ from hvdkit.layers.features import OutOfRange, lookups_of
 from hvdkit.layers.sharded_layer import memory_device
 from hvdkit.layers.vocabulary_variables import VocabularyVariables
 from hvdkit.sharding.initial import common_seed, draws_numbers, initial_blocks
-from hvdkit.sharding.last_lookup import LastLookup
 from hvdkit.sharding.layout import TableGroup, lay_out
 from hvdkit.sharding.partitioned_variable import gather_parts
-from hvdkit.sharding.routing import KeyedVariable, RowSource
+from hvdkit.sharding.routing import KeptLookup, KeyedVariable, RowSource, rows_of_last_lookup
 from hvdkit.sharding.shards import Piece, PieceState, Shard, piece_states, set_holding, shard_of, write_box
 from hvdkit.sharding.table import Table
 from hvdkit.sharding.variable_optimizer import VariableOptimizer, set_variable_optimizer, variable_optimizer
@@ -43,6 +42,7 @@ class TableStore:
         tables: the tables by name.
         lookups: the feature and the table of each output.
         outputs: the names of each table's outputs.
+        last_lookup: the last lookup of rows, for their update; None before the first one.
 
     Raises:
         CollectiveMismatchError: ranks have different tables or placements.
@@ -67,6 +67,7 @@ class TableStore:
         self.out_of_range = out_of_range
         self.wire = wire
         self.floats = floats
+        self.last_lookup: KeptLookup | None = None
         listed = [
             (t.name, t.input_dim, t.output_dim, t.dtype, t.evict or "", placements[t.name], t.optimizer_key)
             for t in tables
@@ -96,7 +97,8 @@ class TableStore:
         shape = (group.rows[rank], group.width)
         initialized = pieces if group.evicts is None else ()
         variable = self._add_weight(layer, name, shape, group.slices[0].table, initialized)
-        set_holding(variable, Shard(variable.path.rpartition("/")[0], tuple(pieces), lookup=LastLookup()))
+        owner = variable.path.rpartition("/")[0]
+        set_holding(variable, Shard(owner, tuple(pieces), rows_by_rank=rows_of_last_lookup(self, number)))
         return variable
 
     def _create_replicated(self, layer: Any, table: Table) -> Any:
@@ -157,24 +159,25 @@ class TableStore:
         """Whether Keras is inferring shapes, and has not created the variables yet."""
         return any(v._value is None for v in (*self.variables, *self.replicated.values()))
 
+    def register_created(self) -> None:
+        """Register the TensorFlow variables that Keras has created after it inferred shapes."""
+        if self._is_registered or self.deferred:
+            return
+        self._is_registered = True
+        for variable in self.variables:
+            set_holding(variable, shard_of(variable))
+            set_variable_optimizer(variable, variable_optimizer(variable))
+        for vocabulary in self._vocabularies.values():
+            vocabulary.register_shards()
+
     def sources(self, training: bool | None) -> list[RowSource]:
         """Return the source of each variable's rows; ``training`` as for a lookup."""
-        if not self._is_registered:  # the TensorFlow variables, which Keras has created in the meantime
-            self._is_registered = True
-            for variable in self.variables:
-                set_holding(variable, shard_of(variable))
-                set_variable_optimizer(variable, variable_optimizer(variable))
-            for vocabulary in self._vocabularies.values():
-                vocabulary.register_shards()
-        return [self._source(group, training) for group in range(len(self.variables))]
-
-    def _source(self, group: int, training: bool | None) -> RowSource:
-        variable = self.variables[group]
-        if group in self._vocabularies:
-            return self._vocabularies[group].source(training if variable.trainable else False)
-        shard = shard_of(variable)
-        assert shard is not None
-        return KeyedVariable(variable._value, shard.lookup)
+        return [
+            KeyedVariable(variable._value)
+            if (vocabulary := self._vocabularies.get(number)) is None
+            else vocabulary.source(training if variable.trainable else False)
+            for number, variable in enumerate(self.variables)
+        ]
 
     def gather(self, name: str, root: int | None) -> np.ndarray | None:
         """Return an entire table on every rank, or only on ``root`` and None elsewhere. Every rank calls it."""

@@ -26,7 +26,6 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.cluster.logs import warn_once
 from hvdkit.optimizer.sparse import DividedRows
-from hvdkit.sharding.last_lookup import split_by_rank
 from hvdkit.sharding.shards import Shard
 
 SparseUpdates = Literal["auto", "lazy", "exact"]
@@ -192,7 +191,7 @@ ELEMENTWISE = {
 def update_rows(rule: Rule, optimizer: Any, variable: tf.Variable, shard: Shard, gradient: Any, rate: Any) -> None:
     """Update the rows of ``variable`` (which holds ``shard``) that are in ``gradient``, using ``rule``."""
     rate = tf.cast(rate, variable.dtype)
-    read_rows = None if shard.lookup is None else shard.lookup.pop()
+    read_rows = None if shard.rows_by_rank is None else shard.rows_by_rank()
 
     def update_at_once() -> None:
         rows = gradient
@@ -213,7 +212,7 @@ def update_rows(rule: Rule, optimizer: Any, variable: tf.Variable, shard: Shard,
         if isinstance(gradient, DividedRows):
             values = gradient.undivided
             step_size = rate / gradient.divisor
-        for ids, part in split_by_rank(values, read_rows):
+        for ids, part in read_rows.split(values):
             rule(optimizer, variable, tf.IndexedSlices(tf.cast(part, variable.dtype), ids), step_size)
 
     is_all = tf.equal(tf.size(gradient.indices), tf.size(read_rows.ids))

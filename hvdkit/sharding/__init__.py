@@ -8,7 +8,8 @@ Tables: ``table.py`` is the user's description, ``plan.py`` chooses placements, 
 and ``keys.py`` numbers their rows. ``initial.py`` and ``hashing.py`` compute initial values that do not depend on the
 number of ranks. ``vocabulary.py`` maps arbitrary ids to rows, with eviction.
 
-Lookups: ``id_checks.py`` detects invalid ids, ``routing.py`` exchanges ids and rows, and ``last_lookup.py`` informs the
-update which rank read which rows. ``shards.py`` registers the variables that differ between ranks, ``variables.py``
-broadcasts and compares all others, and ``variable_optimizer.py`` registers variables that have their own optimizer.
+Lookups: ``id_checks.py`` detects invalid ids, and ``routing.py`` exchanges ids and rows.
+
+Variables: ``shards.py`` registers those that differ between ranks, ``variables.py`` broadcasts and compares all others,
+and ``variable_optimizer.py`` registers variables that have their own optimizer.
 """

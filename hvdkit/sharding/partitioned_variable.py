@@ -18,9 +18,8 @@ from hvdkit.errors import HvdkitError, describe, integer
 from hvdkit.sharding.id_checks import Fault, as_ids, find_fault, is_out_of_range, range_check, refusal
 from hvdkit.sharding.initial import Initializer, common_seed, draws_numbers, initial_blocks
 from hvdkit.sharding.keys import key_dtype, keys_of
-from hvdkit.sharding.last_lookup import LastLookup
 from hvdkit.sharding.partition import Partition, local_row, owner, rows_of
-from hvdkit.sharding.routing import KeyedVariable, fetch_rows, request_rows
+from hvdkit.sharding.routing import KeptLookup, KeyedVariable, fetch_rows, request_rows, rows_of_last_lookup
 from hvdkit.sharding.shards import AnyVariable, Piece, Shard, set_holding, write_box
 
 
@@ -107,8 +106,8 @@ class PartitionedVariable:
         with tf.init_scope():
             self.local = self._create(initializer, chief_seed, trainable)
         piece = Piece("", self.shape, self.local_index, 0, partition)
-        self._last_lookup = LastLookup()
-        set_holding(self.local, Shard(self.name, (piece,), lookup=self._last_lookup))
+        self.last_lookup: KeptLookup | None = None
+        set_holding(self.local, Shard(self.name, (piece,), rows_by_rank=rows_of_last_lookup(self, 0)))
 
     def _create(self, initializer: Initializer, seed: int, trainable: bool) -> tf.Variable:
         zeros = tf.zeros([len(axis) for axis in self.local_index], self.dtype)
@@ -156,8 +155,9 @@ class PartitionedVariable:
         rows = self.shape[0]
         safe = tf.cast(tf.where(is_out_of_range(flat, rows), tf.zeros_like(flat), flat), self._key_dtype)
         keys = keys_of(safe, self.partition, rows, cluster.size())
-        sources = [KeyedVariable(self.local, self._last_lookup)]
+        sources = [KeyedVariable(self.local)]
         lookup = request_rows(sources, [[keys]], fault)
+        self.last_lookup = KeptLookup(lookup)
         return fetch_rows(sources, [1], lookup)[0][0].by_key()
 
     def gather(self, root: int | None = None) -> np.ndarray | None:

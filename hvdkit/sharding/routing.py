@@ -18,7 +18,8 @@ ids, see ``hvdkit.sharding.vocabulary``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -27,8 +28,8 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.collectives import tensors
 from hvdkit.collectives.batch_share import with_scaled_gradient
+from hvdkit.collectives.conversion import is_symbolic
 from hvdkit.sharding.id_checks import FAULT_CODE_LENGTH, Fault, raise_everywhere
-from hvdkit.sharding.last_lookup import LastLookup, RowsByRank
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,9 @@ class KeyedVariable:
 
     Attributes:
         variable: this rank's rows.
-        lookup: records which rows ranks read; None if the update does not need it.
     """
 
     variable: tf.Variable
-    lookup: LastLookup | None = None
 
     def route(self, keys: tf.Tensor, size: int) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the owner of each key, and its local row."""
@@ -95,6 +94,80 @@ class RoutedLookup(NamedTuple):
     positions: tuple[tf.Tensor, ...]
     requested: tf.Tensor
     served: tf.Tensor
+
+
+class RowsByRank(NamedTuple):
+    """The rows of one variable that ranks read, in rank order.
+
+    If several ranks read a row, it occurs up to N times in the gradient, but only once in each rank's part. An update
+    that knows the parts can apply them one after another, without searching for duplicate rows.
+
+    Attributes:
+        ids: local rows, ``[m]``; distinct within each rank's part.
+        counts: number of rows that each rank read, ``[N]``.
+    """
+
+    ids: tf.Tensor
+    counts: tf.Tensor
+
+    def split(self, values: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
+        """Return the ids that each rank read, with their ``values`` ``[m, ...]``."""
+        ids, parts = (tf.split(x, self.counts, num=cluster.size()) for x in (self.ids, values))
+        return list(zip(ids, parts, strict=True))
+
+
+class KeptLookup:
+    """A lookup that a layer keeps until its next one, for the update of the rows that ranks read.
+
+    The rows cannot be attached to the gradient: TensorFlow computes the gradient of a read as IndexedSlices with copies
+    of the ids, and a custom gradient of a read would read the whole table inside graphs. So the update checks that the
+    gradient has the same ids.
+
+    The tensors of a graph live as long as the graph, which the layer must not keep alive: they are referenced weakly.
+
+    Args:
+        lookup: the result of :func:`request_rows`.
+    """
+
+    def __init__(self, lookup: RoutedLookup):
+        self._ids = [_reference(ids) for ids in lookup.ids]
+        self._served = _reference(lookup.served)
+
+    def rows(self, number: int) -> RowsByRank | None:
+        """Return the rows of a variable, by its number; None in another graph, or if only one of both is eager."""
+        ids = self._ids[number]()
+        served = self._served()
+        if ids is None or served is None or cluster.size() == 1:
+            return None
+        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        if (ids.graph if is_symbolic(ids) else None) is not graph:
+            return None
+        return RowsByRank(ids, served[:, number])
+
+
+def _reference(tensor: tf.Tensor) -> Callable[[], tf.Tensor | None]:
+    """Return a function that returns ``tensor``: of a graph, while the graph lives."""
+    return weakref.ref(tensor) if is_symbolic(tensor) else lambda: tensor
+
+
+class LookupKeeper(Protocol):
+    """A layer, or part of one, that keeps its last lookup: None before the first one."""
+
+    last_lookup: KeptLookup | None
+
+
+def rows_of_last_lookup(keeper: LookupKeeper, number: int) -> Callable[[], RowsByRank | None]:
+    """Return the function by which the update of a variable reads its rows in the last lookup of its keeper.
+
+    The function belongs to the variable, so it does not keep the keeper alive.
+    """
+    reference = weakref.ref(keeper)
+
+    def rows() -> RowsByRank | None:
+        living = reference()
+        return None if living is None or living.last_lookup is None else living.last_lookup.rows(number)
+
+    return rows
 
 
 def request_rows(sources: Sequence[RowSource], keys: Sequence[Sequence[tf.Tensor]], fault: Fault) -> RoutedLookup:
@@ -137,9 +210,6 @@ def fetch_rows(
     """
     rows = [s.read(i) for s, i in zip(sources, lookup.ids, strict=True)]
     if cluster.size() > 1:
-        for v, source in enumerate(sources):
-            if isinstance(source, KeyedVariable) and source.lookup is not None:
-                source.lookup.record(RowsByRank(lookup.ids[v], lookup.served[:, v]))
         received = iter(_exchange_rows(rows, parts, lookup, wire))
     else:
         counts = tf.split(lookup.requested[0], list(parts))

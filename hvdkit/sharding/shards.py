@@ -7,7 +7,7 @@ Optimizers, checkpoints and comparisons read the registry.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,8 +17,8 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.cluster.mesh import coordinates
 from hvdkit.collectives.weak_registry import WeakRegistry
-from hvdkit.sharding.last_lookup import LastLookup
 from hvdkit.sharding.partition import FLAT
+from hvdkit.sharding.routing import RowsByRank
 
 if TYPE_CHECKING:
     import keras
@@ -65,7 +65,8 @@ class Shard:
         usage: a ``hvdkit.sharding.vocabulary.RowUsage`` if rows can be reassigned to other ids; else None.
         axis: axis of the mesh along which ranks hold different parts; along other axes they hold the same part. None if
             every rank holds its own part.
-        lookup: the last lookup of its rows across ranks, for their update; None if rows are not read by lookups.
+        rows_by_rank: returns the rows that each rank read in the last lookup, for their update; None if rows are not
+            read by lookups.
     """
 
     owner: str
@@ -73,11 +74,11 @@ class Shard:
     slot: str | None = None
     axis: str | None = None
     usage: Any = None
-    lookup: LastLookup | None = field(default=None, compare=False, repr=False)
+    rows_by_rank: Callable[[], RowsByRank | None] | None = field(default=None, compare=False, repr=False)
 
     def of_slot(self, slot: str) -> Shard:
         """Return the contents of a slot of this variable."""
-        return replace(self, slot=slot, usage=None, lookup=None)
+        return replace(self, slot=slot, usage=None, rows_by_rank=None)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import keras
 import numpy as np
 import pytest
@@ -9,7 +12,8 @@ import tensorflow as tf
 from helpers.pairwise import some_at
 
 import hvdkit as hk
-from hvdkit.optimizer import row_updates
+from hvdkit.sharding.id_checks import find_fault
+from hvdkit.sharding.routing import KeptLookup, KeyedVariable, RowsByRank, request_rows
 
 ROWS, WIDTH, STEPS = 17, 6, 2
 OPTIMIZERS = {
@@ -239,10 +243,8 @@ def test_numbers_are_clipped_after_rows_are_added_up(rank, size):
 def test_plain_sgd_updates_rank_after_rank(traced, monkeypatch, rank, size):
     """Equal rows are added up first, which takes longer, only if the gradient comes from several lookups."""
     updated = []
-    split = row_updates.split_by_rank
-    monkeypatch.setattr(
-        row_updates, "split_by_rank", lambda *given: updated.append(len(split(*given))) or split(*given)
-    )
+    split = RowsByRank.split
+    monkeypatch.setattr(RowsByRank, "split", lambda *given: updated.append(len(split(*given))) or split(*given))
     variable, layer = hk.PartitionedVariable((8, 2)), hk.layers.ShardedEmbedding(8, 2, embeddings_initializer=0.0)
     layer.build()
     tables = [variable.local, *layer.trainable_variables]
@@ -266,3 +268,80 @@ def test_plain_sgd_updates_rank_after_rank(traced, monkeypatch, rank, size):
         np.add.at(expected, [*range(8), r], -3.0)
     for whole in (variable.gather(), layer.gather()):
         np.testing.assert_array_equal(whole, np.stack([expected, expected], 1))
+
+
+@pytest.mark.ranks(2, 3)
+def test_an_update_may_come_late_or_twice(rank, size):
+    """It reads the layer's last lookup, which may be another one than that of its gradient."""
+    variable, layer = hk.PartitionedVariable((8, 2)), hk.layers.ShardedEmbedding(8, 2, embeddings_initializer=0.0)
+    layer.build()
+    tables = [variable.local, *layer.trainable_variables]
+    optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hk.Sum)
+    expected = np.zeros(8)
+    gradients = []
+    for ids in ([0, 1, rank], [4, 5, 4 + rank], [rank, 0, 1]):  # as many ids of each rank
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(look(tf.constant(ids))) for look in (variable.lookup, layer)])
+        gradients.append(tape.gradient(loss, tables))
+    for number in (0, 2, 2, 1):
+        optimizer.apply(gradients[number], tables)
+    for r in range(size):
+        for ids, times in (([0, 1, r], 3), ([4, 5, 4 + r], 1)):
+            np.add.at(expected, ids, -times)
+    for whole in (variable.gather(), layer.gather()):
+        np.testing.assert_array_equal(whole, np.stack([expected, expected], 1))
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_variables_do_not_keep_the_layer_of_their_last_lookup(traced, rank, size):
+    variable = hk.PartitionedVariable((8, 2))
+    layer = hk.layers.ShardedEmbedding(8, 2)
+    layer.build()
+    tables = [variable.local, *layer.trainable_variables]
+    optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(1.0))
+
+    def train(variable, layer):
+        def step(ids):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(variable.lookup(ids)) + tf.reduce_sum(layer(ids))
+            optimizer.apply(tape.gradient(loss, tables), tables)
+
+        (tf.function(step) if traced else step)(tf.constant([0, rank]))
+
+    train(variable, layer)
+    gone = [weakref.ref(each) for each in (variable, layer, layer._collection._store)]
+    del variable, layer
+    gc.collect()
+    assert [each() for each in gone] == [None] * 3
+    gradients = [tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0])) for _ in tables]
+    optimizer.apply(gradients, tables)  # without a lookup
+    assert optimizer.iterations == 2
+
+
+def test_a_kept_lookup_is_valid_in_its_graph_and_does_not_keep_it(rank, size):
+    """TensorFlow itself keeps graphs with custom gradients, so this one only requests rows."""
+    source = KeyedVariable(tf.Variable(tf.zeros([4, 2])))
+    kept = []
+    graphs = []
+
+    def request(keys):
+        lookup = request_rows([source], [[keys]], find_fault([]))
+        kept.append(KeptLookup(lookup))
+        graphs.append(weakref.ref(tf.compat.v1.get_default_graph()))
+        inner = tf.function(lambda: kept[-1].rows(0) is None)
+        rows = kept[-1].rows(0)
+        return inner(), *((rows.ids, rows.counts) if rows is not None else ())
+
+    keys = tf.constant([3, 0, rank], tf.int32)
+    requested = [[key for key in dict.fromkeys((3, 0, r)) if key % size == rank] for r in range(size)]
+    for traced in (False, True):
+        function = tf.function(request, autograph=False) if traced else request
+        is_elsewhere, *rows = function(keys)
+        assert is_elsewhere and (size > 1) == bool(rows)
+        assert (kept[-1].rows(0) is None) == (traced or size == 1)
+        if rows:
+            assert rows[0].numpy().tolist() == [key // size for of_rank in requested for key in of_rank]
+            assert rows[1].numpy().tolist() == [len(of_rank) for of_rank in requested]
+        del function
+    gc.collect()
+    assert [graph() for graph in graphs[1:]] == [None] and kept[1].rows(0) is None
