@@ -14,7 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.errors import describe
-from hvdkit.sharding.initial import Constant, Distribution, Initializer, resolve_initializer
+from hvdkit.sharding.initial import Constant, Distribution, resolve_initializer
+from hvdkit.sharding.table import Initializer
 
 _GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's increment
 

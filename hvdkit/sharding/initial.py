@@ -12,21 +12,20 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import keras
 import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 
 from hvdkit.errors import describe
+from hvdkit.sharding.table import Initializer
 
 # A Philox counter yields four 64-bit words, two numbers each.
 _PER_COUNTER = 8
 _BLOCK_NUMBERS = 1 << 22
 
-Initializer: TypeAlias = "keras.initializers.Initializer | str | float | npt.ArrayLike"
-"""An initializer of Keras or its name, a number, or the entire array."""
+Numbers: TypeAlias = "np.ndarray | tf.Tensor"
 
 
 def initial_blocks(
@@ -92,7 +91,7 @@ def common_seed(seed: int | None, initializer: Initializer | None = None) -> int
 class Distribution:
     """A distribution, computed from uniform numbers between 0 and 1; works on arrays and tensors."""
 
-    from_unit: Callable[[Any], Any]
+    from_unit: Callable[[Numbers], Numbers]
 
     def __call__(self, seed: int, rows: range, width: int) -> np.ndarray:
         counters = -(-width // _PER_COUNTER)
@@ -102,7 +101,9 @@ class Distribution:
         return self.from_unit(unit)
 
 
-def resolve_initializer(initializer: Initializer, shape: tuple[int, ...], dtype: str, seed: int) -> Any:
+def resolve_initializer(
+    initializer: Initializer, shape: tuple[int, ...], dtype: str, seed: int
+) -> Distribution | Constant | np.ndarray:
     """Return the function that generates rows from the seed, a range of rows and their width; else the entire array."""
     if isinstance(initializer, (int, float)) and not isinstance(initializer, bool):
         return Constant(float(initializer))
@@ -166,14 +167,14 @@ def _truncated(mean: float, deviation: float) -> Distribution:
     return Distribution(lambda unit: mean + deviation * _inverse_normal(below + unit * (1 - 2 * below)))
 
 
-def _inverse_normal(probability: Any) -> Any:
+def _inverse_normal(probability: Numbers) -> Numbers:
     if tf.is_tensor(probability):
         return tf.math.ndtri(probability)
     with tf.init_scope(), tf.device("CPU"):
         return tf.math.ndtri(tf.constant(probability, tf.float64)).numpy()
 
 
-def _variance_scaling(initializer: Any, shape: tuple[int, ...]) -> Distribution:
+def _variance_scaling(initializer: keras.initializers.VarianceScaling, shape: tuple[int, ...]) -> Distribution:
     """Keras's formulas, with the fans of the global shape: stddev = sqrt(scale / n), limit = sqrt(3 scale / n)."""
     field = math.prod(shape[:-2])
     fan_in, fan_out = (shape[0], shape[0]) if len(shape) == 1 else (shape[-2] * field, shape[-1] * field)

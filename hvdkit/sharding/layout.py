@@ -15,10 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hvdkit.sharding.partition import rows_of
 from hvdkit.sharding.table import BUCKET, DTYPES, Table
+
+if TYPE_CHECKING:
+    import keras
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class TableGroup:
     slices: list[TableSlice] = field(default_factory=list)
     host: bool = False
     evicts: Table | None = None
-    optimizer: Any = None
+    optimizer: keras.optimizers.Optimizer | None = None
 
     @property
     def keys(self) -> int:

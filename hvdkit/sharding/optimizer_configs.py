@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import keras
 
 
-def config_of(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
+def config_of(optimizer: keras.optimizers.Optimizer) -> dict[str, object]:
     """Return the config of an optimizer; its public attributes if it or its learning rate schedule has no config.
 
     Keras needs configs only for saving, so schedules that users write often have none.
@@ -21,22 +21,22 @@ def config_of(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
     import keras
 
     try:
-        config: dict[str, Any] = optimizer.get_config()
+        config: dict[str, object] = optimizer.get_config()
     except NotImplementedError:
         rate = optimizer._learning_rate
         if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
-            shown: Any = {"class": type(rate).__qualname__, **_public_values(rate)}
+            shown: dict[str, object] | float = {"class": type(rate).__qualname__, **_public_values(rate)}
         else:
             shown = float(np.asarray(optimizer.learning_rate))
         config = {**_public_values(optimizer), "learning_rate": shown}
     return config
 
 
-def _public_values(owner: Any) -> dict[str, Any]:
+def _public_values(owner: object) -> dict[str, object]:
     """Return the public attributes of an object that are numbers, strings or tensors."""
     import keras
 
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for name, value in vars(owner).items():
         if name.startswith("_") or name == "built":
             continue

@@ -16,11 +16,12 @@ from hvdkit.collectives.call_checks import exchange_payloads
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.errors import HvdkitError, describe, integer
 from hvdkit.sharding.id_checks import Fault, as_ids, find_fault, is_out_of_range, range_check, refusal
-from hvdkit.sharding.initial import Initializer, common_seed, draws_numbers, initial_blocks
+from hvdkit.sharding.initial import common_seed, draws_numbers, initial_blocks
 from hvdkit.sharding.keys import key_dtype, keys_of
 from hvdkit.sharding.partition import Partition, local_row, owner, rows_of
 from hvdkit.sharding.routing import KeptLookup, KeyedVariable, fetch_rows, request_rows, rows_of_last_lookup
 from hvdkit.sharding.shards import AnyVariable, Piece, Shard, set_holding, write_box
+from hvdkit.sharding.table import Initializer
 
 
 class PartitionedVariable:

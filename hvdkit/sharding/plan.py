@@ -17,12 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hvdkit.errors import PlanError, describe, integer
 from hvdkit.machine.terminal import aligned
 from hvdkit.sharding.layout import Layout, lay_out
 from hvdkit.sharding.table import DTYPES, PLACEMENTS, Table, check_tables
+
+if TYPE_CHECKING:
+    import keras
 
 # Optimizers that update the entire shard, not only the gradient's rows (``sparse_updates="auto"``).
 WHOLE_SHARDS = ("momentum", "rmsprop", "ftrl")
@@ -207,7 +210,7 @@ def _count(layout: Layout, optimizer: str, batch: int) -> tuple[RankBytes, ...]:
     return tuple(totals)
 
 
-def _slot_kind(optimizer: Any, default: str) -> str:
+def _slot_kind(optimizer: keras.optimizers.Optimizer | None, default: str) -> str:
     """Return the name under which an optimizer's slots are counted; ``default`` for a table without an optimizer."""
     if optimizer is None:
         return default

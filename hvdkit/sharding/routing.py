@@ -21,7 +21,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import tensorflow as tf
 
@@ -310,8 +310,8 @@ def _exchange_rows(
     kinds = [(r.shape[1:], r.dtype) for r in rows]
 
     @tf.custom_gradient
-    def exchange(*rows: tf.Tensor) -> Any:
-        def gradient(*upstream: tf.Tensor) -> Any:
+    def exchange(*rows: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., list[tf.Tensor]]]:
+        def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
             outgoing = [(g, lookup.requested[:, p]) for p, g in enumerate(upstream)]
             incoming = [(*kind, lookup.served[:, v]) for v, kind in enumerate(kinds)]
             return _exchange_tensors(outgoing, incoming, wire, "hvdkit.lookup.gradients")
@@ -342,7 +342,7 @@ def _exchange_tensors(
     def sent_as(dtype: tf.DType) -> tf.DType:
         return wire if wire is not None and wire.size < dtype.size else dtype
 
-    results: list[Any] = [None] * len(incoming)
+    results: list[tf.Tensor | None] = [None] * len(incoming)
     for dtype in dict.fromkeys(sent_as(rows.dtype) for rows, _ in outgoing):
         sent = [(tf.cast(rows, dtype), counts) for rows, counts in outgoing if sent_as(rows.dtype) == dtype]
         indices = [i for i, (_, result_dtype, _) in enumerate(incoming) if sent_as(result_dtype) == dtype]
@@ -378,10 +378,10 @@ def _exchange_dtype(
 
 
 @tf.custom_gradient
-def _expand(rows: tf.Tensor, positions: tf.Tensor) -> Any:
+def _expand(rows: tf.Tensor, positions: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tuple[tf.Tensor, None]]]:
     """Gather with a dense gradient: the sum over the positions of each row."""
 
-    def gradient(upstream: tf.Tensor) -> Any:
+    def gradient(upstream: tf.Tensor) -> tuple[tf.Tensor, None]:
         wide = tf.cast(upstream, tf.float32) if upstream.dtype.size == 2 else upstream
         return tf.cast(tf.math.unsorted_segment_sum(wide, positions, tf.shape(rows)[0]), upstream.dtype), None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -22,6 +22,8 @@ from hvdkit.sharding.routing import RowsByRank
 
 if TYPE_CHECKING:
     import keras
+
+    from hvdkit.sharding.vocabulary import RowUsage
 
 AnyVariable: TypeAlias = "tf.Variable | keras.Variable"
 """A variable of TensorFlow or Keras."""
@@ -62,7 +64,7 @@ class Shard:
         owner: name of the layer or variable that the tables belong to.
         pieces: the tables' parts. Rows outside of them are unused.
         slot: name of the optimizer's slot ("momentum"); None for the weights.
-        usage: a ``hvdkit.sharding.vocabulary.RowUsage`` if rows can be reassigned to other ids; else None.
+        usage: the usage of its rows if they can be reassigned to other ids; else None.
         axis: axis of the mesh along which ranks hold different parts; along other axes they hold the same part. None if
             every rank holds its own part.
         rows_by_rank: returns the rows that each rank read in the last lookup, for their update; None if rows are not
@@ -73,7 +75,7 @@ class Shard:
     pieces: tuple[Piece, ...]
     slot: str | None = None
     axis: str | None = None
-    usage: Any = None
+    usage: RowUsage | None = None
     rows_by_rank: Callable[[], RowsByRank | None] | None = field(default=None, compare=False, repr=False)
 
     def of_slot(self, slot: str) -> Shard:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from hvdkit.errors import describe, integer
 from hvdkit.sharding.optimizer_configs import config_of
+
+if TYPE_CHECKING:
+    import keras
+    import numpy.typing as npt
 
 Placement = Literal["row", "div", "column", "table", "replicated"]
 PLACEMENTS: tuple[str, ...] = get_args(Placement)
 Combiner = Literal["sum", "mean", "sqrtn"]
 Evict = Literal["lru", "lfu"]
+Initializer: TypeAlias = "keras.initializers.Initializer | str | float | npt.ArrayLike"
+"""An initializer of Keras or its name, a number, or the entire array."""
 # Rows per bucket: the rows that an id may occupy in a table with eviction.
 BUCKET = 32
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -67,12 +73,12 @@ class Table:
     output_dim: int
     combiner: Combiner | None = None
     features: tuple[str, ...] = ()
-    initializer: Any = "uniform"
+    initializer: Initializer = "uniform"
     dtype: str = "float32"
     evict: Evict | None = None
     host: bool = False
-    optimizer: Any = field(default=None, compare=False)
-    regularizer: Any = field(default=None, compare=False)
+    optimizer: keras.optimizers.Optimizer | None = field(default=None, compare=False)
+    regularizer: keras.regularizers.Regularizer | None = field(default=None, compare=False)
     mask_zero: bool = False
     optimizer_key: str = field(default="", init=False, repr=False)
 
@@ -117,7 +123,7 @@ class Table:
         return self.input_dim * self.output_dim * DTYPES[self.dtype]
 
 
-def _optimizer(value: Any, where: str) -> Any:
+def _optimizer(value: object, where: str) -> keras.optimizers.Optimizer:
     """Return the Keras optimizer of a table, or raise TypeError."""
     import keras
 
@@ -135,14 +141,14 @@ def _optimizer(value: Any, where: str) -> Any:
     return resolved
 
 
-def _optimizer_key(optimizer: Any) -> str:
+def _optimizer_key(optimizer: keras.optimizers.Optimizer) -> str:
     """Return a key that is equal for equal optimizers on all ranks: class and configuration."""
     config = {name: value for name, value in config_of(optimizer).items() if name != "name"}
     values = {name: getattr(value, "__qualname__", value) for name, value in config.items()}
     return f"{type(optimizer).__name__}({', '.join(f'{name}={value}' for name, value in sorted(values.items()))})"
 
 
-def _regularizer(value: Any, where: str) -> Any:
+def _regularizer(value: object, where: str) -> keras.regularizers.Regularizer:
     """Return the Keras regularizer; raise ValueError unless it is a sum over elements, which ranks can add up."""
     import keras
 
