@@ -4,7 +4,8 @@
 batch, to a training loop, to Keras ``fit`` or to ``hk.fit``. ``hk.data.parquet`` and others read files,
 ``hk.data.mixture`` mixes sources, ``hk.data.Concatenated`` joins several memory-mapped files into one array, and
 ``hk.data.divide`` declares how ``hk.fit`` divides the tensors of a batch.
-Start reading with ``order.py``, which computes the examples in each row of a batch; then ``batches.py``.
+Start reading with ``order.py`` and ``batch_plan.py``, which compute the examples in each row of a batch; then
+``reader.py``, which reads them, and ``batches.py``.
 """
 
 from hvdkit.data.arrays import Concatenated

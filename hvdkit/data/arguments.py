@@ -11,9 +11,8 @@ from hvdkit.cluster.logs import get_logger
 from hvdkit.data.arrays import ArraySource
 from hvdkit.data.files.source import FileSource
 from hvdkit.data.growth import GrowingFiles, Growth
-from hvdkit.data.indexed import Mode, Shuffle
 from hvdkit.data.mixtures import Mixture
-from hvdkit.data.order import Remainder
+from hvdkit.data.order import Mode, Remainder, Shuffle
 from hvdkit.data.stream import StreamSource
 from hvdkit.errors import describe, integer
 
@@ -141,6 +140,15 @@ def keras_parts(structure: object) -> int:
         expected = "x, (x, y) or (x, y, sample_weight), as Keras takes them"
         raise TypeError(describe("arrays_or_source", got, expected, "pass several inputs as ([a, b], y), in a tuple"))
     return len(structure) if isinstance(structure, tuple) else 1
+
+
+def require_pairs(source: Source) -> None:
+    """Raise TypeError unless the data are ``(x, y)``, for ``with_sample_weight=True``."""
+    structure = source.structure
+    if not isinstance(structure, tuple) or len(structure) != 2:
+        got = f"a {type(structure).__name__}"
+        remedy = "pass (x, y), or read .sample_weight after each batch"
+        raise TypeError(describe("arrays_or_source", got, "a tuple (x, y) for with_sample_weight=True", remedy))
 
 
 def warn_about_filler(examples: int | None, batch_size: int) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import optree
 
 from hvdkit.data.aligned import aligned_empty
-from hvdkit.data.indexed import Shuffle, batches_of_epoch
-from hvdkit.data.order import Order, RankRows, Remainder, shuffled_indices
+from hvdkit.data.order import Order, Shuffle, shuffled_indices
 from hvdkit.data.sampling import digest_of_rows
 from hvdkit.errors import describe
 
@@ -103,22 +102,6 @@ class ArraySource:
         if shuffle.seed is None:
             return None
         return shuffled_indices(self.examples, (shuffle.seed, epoch)).__getitem__
-
-    def open(
-        self,
-        epoch: int,
-        step: int,
-        rank_rows: RankRows,
-        shuffle: Shuffle,
-        remainder: Remainder,
-        max_batches: int = 1,
-    ) -> Iterator[tuple[Any, list[int], int]]:
-        """Yield the rank's rows of the epoch's global batches from ``step`` on, and their numbers of real examples.
-
-        Each item has one batch. If ``max_batches`` is larger than 1, it has up to that many batches with equal numbers
-        of rows, as arrays ``[batches, rows, ...]``. The third value is 0; streams yield a digest of the batch instead.
-        """
-        return batches_of_epoch(self, epoch, step, rank_rows, shuffle, remainder, self.read, max_batches)
 
     def batch_spec(self, rows: int | None) -> Any:
         """Return the ``tf.TensorSpec`` structure of a batch of ``rows`` rows; None for any number."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +14,12 @@ from hvdkit.cluster.progress import spending
 from hvdkit.data import arguments, order
 from hvdkit.data.aligned import tensor_of
 from hvdkit.data.arrays import ArraySource
+from hvdkit.data.batch_plan import BatchPlan
 from hvdkit.data.files.source import FileSource
-from hvdkit.data.growth import GrowingFiles, Growth
-from hvdkit.data.indexed import Mode
+from hvdkit.data.growth import Growth
 from hvdkit.data.keras_dataset import batches_at_once, keras_dataset, weighted, weighted_spec
 from hvdkit.data.mixtures import Mixture
+from hvdkit.data.reader import Reader, read_epoch, read_on
 from hvdkit.errors import describe, integer
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class GlobalBatches(Iterator[Any]):
         size: N; default: that of the cluster.
 
     Attributes:
-        available_epochs: The number of epochs that can be read before files are added; None for no limit.
+        plan: Which rows of which global batches are read: a value that is shared, and replaced when files are added.
 
     Raises:
         TypeError: The data does not consist of arrays, or has object arrays; an argument has the wrong type, or is not
@@ -96,8 +96,8 @@ class GlobalBatches(Iterator[Any]):
         ([[1], [3], [0]], [False], (1, 2))
         >>> batches.count, batches.global_count, batches.sample_weight.tolist()  # of the last batch
         (0, 1, [0.0])
-        >>> batches.epoch, batches.step, batches.steps_per_epoch, batches.is_even
-        (0, 3, 3, False)
+        >>> batches.epoch, batches.step, batches.steps_per_epoch, batches.available_epochs, batches.is_even
+        (0, 3, 3, 1, False)
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class GlobalBatches(Iterator[Any]):
         global_batch_size: int,
         *,
         shuffle_seed: int | None = None,
-        shuffle: Mode = "full",
+        shuffle: order.Mode = "full",
         epochs: int | None = None,
         remainder: order.Remainder = "pad",
         with_sample_weight: bool = False,
@@ -118,51 +118,45 @@ class GlobalBatches(Iterator[Any]):
         rank: int | None = None,
         size: int | None = None,
     ):
-        self._rank, self._size = arguments.world(rank, size)
-        self._batch_size = integer("global_batch_size", global_batch_size, minimum=1)
-        self._epochs = None if epochs is None else integer("epochs", epochs, minimum=1)
-        self._remainder = arguments.remainder(remainder)
-        if self._batch_size < self._size:
-            expected = f"at least {self._size}, the number of ranks"
+        rank, size = arguments.world(rank, size)
+        batch_size = integer("global_batch_size", global_batch_size, minimum=1)
+        epochs = None if epochs is None else integer("epochs", epochs, minimum=1)
+        remainder = arguments.remainder(remainder)
+        if batch_size < size:
+            expected = f"at least {size}, the number of ranks"
             remedy = "raise it, or start fewer ranks: each needs an example in every batch"
-            raise ValueError(describe("global_batch_size", self._batch_size, expected, remedy))
-        self._source = arguments.source(arrays_or_source, map_fn)
-        self._shuffle = arguments.shuffle_of(
-            self._source, self._batch_size, shuffle_seed, shuffle, shuffle_buffer, interleave
+            raise ValueError(describe("global_batch_size", batch_size, expected, remedy))
+        source = arguments.source(arrays_or_source, map_fn)
+        order_of_epochs = arguments.shuffle_of(source, batch_size, shuffle_seed, shuffle, shuffle_buffer, interleave)
+        if rank == 0 and isinstance(source, FileSource | Mixture):
+            arguments.warn_about_reading(source, order_of_epochs, batch_size, size)
+        if with_sample_weight:
+            arguments.require_pairs(source)
+        self.plan = BatchPlan.of(
+            source,
+            order.RankRows(rank, size, batch_size),
+            shuffle=order_of_epochs,
+            remainder=remainder,
+            epochs=epochs,
+            files=arguments.growing_files(growth, source),
         )
-        if self._rank == 0 and isinstance(self._source, FileSource | Mixture):
-            arguments.warn_about_reading(self._source, self._shuffle, self._batch_size, self._size)
-        self._rank_rows = order.RankRows(self._rank, self._size, self._batch_size)
-        self._rows = self._rank_rows.rows(self._batch_size)
         self._with_sample_weight = with_sample_weight
         self._as_tensors = as_tensors
         self._weights: tuple[int, Any] = (0, None)  # cache: the last global_count, and its sample_weight
-        if with_sample_weight:
-            self._require_pairs()
-        self._steps_per_epoch: int | None
-        self._order_check = order.order_check(self._shuffle.seed)
-        self._take_source(self._source)
-        self._files: GrowingFiles | None = None
-        self._first = 0, 0  # the first epoch that reads the present files, and the number of batches before it
-        self.available_epochs = self._epochs
-        if (files := arguments.growing_files(growth, self._source)) is not None:
-            self._take_files(files)
         self._epoch = self._step = 0  # position of the next batch
         self._restores = self._epoch_yielded = 0
         self._count: int | None = None  # b of the batch just yielded
-        self._digest = 0  # digest of that batch, for a stream without filler
-        self._reader: Iterator[tuple[Any, list[int], int]] | None = None
+        self._reader: Reader | None = None
 
     def __iter__(self) -> GlobalBatches:
         return self
 
     def __next__(self) -> Any:
-        while self.available_epochs is None or self._epoch < self.available_epochs:
+        while self._reader is not None or self.plan.has_epoch(self._epoch):
             with spending("input"):
                 batch = self._read()
             if batch is not None:
                 return batch
-            self._end_epoch()
         raise StopIteration
 
     def one_epoch(self) -> Iterator[Any]:
@@ -179,15 +173,13 @@ class GlobalBatches(Iterator[Any]):
             [[[0, 1], [2, 3]], [[0, 1], [2, 3]]]
         """
         has_yielded = False
-        while self.available_epochs is None or self._epoch < self.available_epochs:
+        while self._reader is not None or self.plan.has_epoch(self._epoch):
             with spending("input"):
                 batch = self._read()
             if batch is not None:
                 has_yielded = True
                 yield batch
-                continue
-            self._end_epoch()
-            if has_yielded:
+            elif has_yielded:
                 return
 
     def __copy__(self) -> GlobalBatches:
@@ -198,9 +190,9 @@ class GlobalBatches(Iterator[Any]):
     def __repr__(self) -> str:
         """Show the sizes, and a hint for users: Keras's error about unsupported data contains this text."""
         return (
-            f"GlobalBatches(examples={self._source.examples}, global_batch_size={self._batch_size}, "
-            f"shuffle_seed={self._shuffle.seed}, remainder={self._remainder!r}) [for Keras: hk.fit(model, batches), or "
-            "model.fit(batches.as_keras())]"
+            f"GlobalBatches(examples={self.plan.source.examples}, global_batch_size={self.plan.batch_size}, "
+            f"shuffle_seed={self.plan.shuffle.seed}, remainder={self.plan.remainder!r}) [for Keras: "
+            "hk.fit(model, batches), or model.fit(batches.as_keras())]"
         )
 
     # ---- about the batch just yielded -------------------------------------------------------------------------
@@ -215,12 +207,12 @@ class GlobalBatches(Iterator[Any]):
     @property
     def mask(self) -> np.ndarray:
         """Bool ``[local rows]``: False for the filler in the batch just yielded."""
-        return order.real_rows(self.global_count, self._rows)
+        return order.real_rows(self.global_count, self.plan.local_rows)
 
     @property
     def count(self) -> int:
         """The number of real examples of this rank in the batch just yielded; may be 0."""
-        first, last = self._rows
+        first, last = self.plan.local_rows
         return min(max(self.global_count - first, 0), last - first)
 
     @property
@@ -232,7 +224,7 @@ class GlobalBatches(Iterator[Any]):
         """
         if self._as_tensors and self._weights[0] == self.global_count:
             return self._weights[1]
-        weights = order.sample_weights(self.mask, self.global_count, self._size)
+        weights = order.sample_weights(self.mask, self.global_count, self.plan.rank_rows.size)
         self._weights = self.global_count, tensor_of(weights) if self._as_tensors else weights
         return self._weights[1]
 
@@ -244,18 +236,22 @@ class GlobalBatches(Iterator[Any]):
     @property
     def step(self) -> int:
         """The number of batches yielded since the start of training, over all epochs and restores."""
-        first_epoch, first_step = self._first
-        return first_step + (self._epoch - first_epoch) * (self._steps_per_epoch or 0) + self._step
+        return self.plan.global_step(self._epoch, self._step)
 
     @property
     def steps_per_epoch(self) -> int | None:
         """The number of batches in an epoch; None for a stream of unknown length in its first epoch."""
-        return self._steps_per_epoch
+        return self.plan.steps_per_epoch
+
+    @property
+    def available_epochs(self) -> int | None:
+        """The number of epochs that can be read before files are added; None for no limit."""
+        return self.plan.available_epochs
 
     @property
     def local_rows(self) -> tuple[int, int]:
         """This rank's rows of each global batch, as (first, one past the last)."""
-        return self._rows
+        return self.plan.local_rows
 
     # ---- state ------------------------------------------------------------------------------------------------
 
@@ -288,17 +284,7 @@ class GlobalBatches(Iterator[Any]):
             >>> state["epoch"], state["step"], state["global_step"]
             (1, 1, 5)
         """
-        first_epoch, first_step = self._first
-        integer("global_step", global_step, minimum=first_step)
-        steps = self._steps_per_epoch
-        if steps is None and global_step > self._step:
-            assert_length = "dataset.apply(tf.data.experimental.assert_cardinality(n))"
-            remedy = f"read a whole epoch first, or give the length: {assert_length}"
-            raise ValueError(
-                describe("global_step", global_step, f"at most {self._step}, the batches read so far", remedy)
-            )
-        epoch, step = (0, global_step) if steps is None else divmod(global_step - first_step, steps)
-        return {"epoch": first_epoch + epoch, "step": step, "global_step": global_step, **self._identity()}
+        return self.plan.state_at(global_step, read=self._step)
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a saved ``state``, at any number of ranks.
@@ -324,17 +310,15 @@ class GlobalBatches(Iterator[Any]):
         """
         if not isinstance(state, dict):
             raise TypeError(describe("state", state, "what GlobalBatches.state returned", "pass it unchanged"))
-        other = copy.copy(self)
-        if self._files is not None:
-            other._take_files(self._files.restored(state))
-        arguments.check_state(state, other._identity())
-        if other._steps_per_epoch is None and state["steps_per_epoch"] is not None:  # a stream, read before
-            other._steps_per_epoch = integer("state['steps_per_epoch']", state["steps_per_epoch"], minimum=1)
-        place = other._checked_place("state['epoch']", state["epoch"], "state['step']", state["step"])
-        if other._files is not None:
-            self._take_files(other._files)
-        self._steps_per_epoch = other._steps_per_epoch
-        self._continue_at(*place)
+        plan = self.plan
+        if plan.files is not None:
+            plan = plan.with_files(plan.files.restored(state))
+        arguments.check_state(state, plan.identity())
+        if plan.steps_per_epoch is None and (steps := state["steps_per_epoch"]) is not None:  # a stream, read before
+            plan = plan.with_length(integer("state['steps_per_epoch']", steps, minimum=1))
+        position = plan.checked_position(state["epoch"], state["step"], "state['epoch']", "state['step']")
+        self.plan = plan
+        self._continue_at(*position)
 
     def add_new_files(self, epoch: int | None = None) -> list[str]:
         """Look for files that were added since the last call, and read them from the next epoch on, or as ``epoch``.
@@ -379,25 +363,26 @@ class GlobalBatches(Iterator[Any]):
             >>> sum(batches.global_count for batch in batches.one_epoch())
             200
         """
-        if self._files is None:
+        before = self.plan.files
+        if before is None:
             remedy = "pass GlobalBatches(growth='append') or 'replace'"
             raise TypeError(describe("growth", None, "'append' or 'replace'", remedy))
-        if self._steps_per_epoch is not None and self._step == self._steps_per_epoch:
-            self._end_epoch()
+        if self._step == self.plan.steps_per_epoch:
+            self._end_epoch(self._step)
         if self._step:
             got = f"step {self._step} of epoch {self._epoch}"
             remedy = "read the epoch to its end"
             raise ValueError(describe("add_new_files", got, "the end of an epoch", remedy))
         epoch = self._epoch if epoch is None else integer("epoch", epoch, minimum=self._epoch)
-        step = self.state_at(self.step)["global_step"] + (epoch - self._epoch) * (self._steps_per_epoch or 0)
-        files = self._files.grown(epoch, step, self._batch_size if self._remainder == "drop" else 1)
+        min_rows = self.plan.batch_size if self.plan.remainder == "drop" else 1
+        files = before.grown(epoch, self.plan.global_step(epoch, 0), min_rows)
         if files is None:
             return []
-        new = [name for name in files.source.names if name not in self._files.source.names]
-        self._take_files(files)
+        new = [name for name in files.source.names if name not in before.source.names]
+        self.plan = self.plan.with_files(files)
         self._epoch = self._epoch_yielded = epoch
         self._restores += 1
-        if self._rank == 0:
+        if self.plan.rank_rows.rank == 0:
             get_logger().info("data: epoch %d reads %d new file(s); now %r", epoch, len(new), files.source)
         return new
 
@@ -417,13 +402,7 @@ class GlobalBatches(Iterator[Any]):
             >>> batches.fingerprint() == same.fingerprint()
             True
         """
-        settings = {"seed": self._shuffle.seed, "batch_size": self._batch_size, "remainder": self._remainder}
-        order_settings = {
-            "shuffle": self._shuffle.mode,
-            "shuffle_buffer": self._shuffle.buffer,
-            "interleave": self._shuffle.lanes,
-        }
-        return {**self._source.fingerprint(), **settings, **order_settings}
+        return self.plan.fingerprint()
 
     def as_keras(self) -> tf.data.Dataset:
         """Return the remaining batches as a ``tf.data.Dataset`` of ``(x, y, sample_weight)`` for ``fit``.
@@ -462,21 +441,23 @@ class GlobalBatches(Iterator[Any]):
             >>> len(history.epoch), int(model.optimizer.iterations)  # 2 steps per epoch
             (3, 6)
         """
-        parts = arguments.keras_parts(self._source.structure)
-        if parts == 1 and not self.is_even:
-            got = f"data without labels, in batches of {self._batch_size} on {self._size} ranks, remainder="
+        plan = self.plan
+        size = plan.rank_rows.size
+        parts = arguments.keras_parts(plan.source.structure)
+        if parts == 1 and not plan.is_even:
+            got = f"data without labels, in batches of {plan.batch_size} on {size} ranks, remainder="
             expected = "labels, whose weights correct for uneven shares and padding"
             remedy = "call hk.fit(model, batches); or pass remainder='drop' and a multiple of the number of ranks"
-            raise ValueError(describe("arrays_or_source", f"{got}{self._remainder!r}", expected, remedy))
-        if self._rank == 0 and self._remainder == "pad":
-            arguments.warn_about_filler(self._source.examples, self._batch_size)
-        spec = self._source.batch_spec(self._rank_rows.max_rows)
-        at_once = batches_at_once(spec) if isinstance(self._source, ArraySource) else 1
+            raise ValueError(describe("arrays_or_source", f"{got}{plan.remainder!r}", expected, remedy))
+        if plan.rank_rows.rank == 0 and plan.remainder == "pad":
+            arguments.warn_about_filler(plan.source.examples, plan.batch_size)
+        spec = plan.source.batch_spec(plan.rank_rows.max_rows)
+        at_once = batches_at_once(spec) if isinstance(plan.source, ArraySource) else 1
 
         def add_weights(batch: Any, counts: list[int], _: Any) -> Any:
             if parts == 1:
                 return batch
-            weights = [order.sample_weights(order.real_rows(n, self._rows), n, self._size) for n in counts]
+            weights = [order.sample_weights(order.real_rows(n, plan.local_rows), n, size) for n in counts]
             return weighted(batch, np.stack(weights) if at_once > 1 else weights[0])
 
         return self._as_dataset(self, add_weights, spec if parts == 1 else weighted_spec(spec), at_once)
@@ -486,9 +467,7 @@ class GlobalBatches(Iterator[Any]):
     @property
     def is_even(self) -> bool:
         """True if all ranks are known to have the same number of real examples in every batch, without filler."""
-        examples = self._source.examples
-        whole = self._remainder == "drop" or (examples is not None and examples % self._batch_size == 0)
-        return whole and self._batch_size % self._size == 0
+        return self.plan.is_even
 
     def as_shares(self) -> tf.data.Dataset:
         """Return this rank's rows of the remaining batches as a ``tf.data.Dataset``, for ``hk.fit``.
@@ -509,14 +488,14 @@ class GlobalBatches(Iterator[Any]):
         """
         import tensorflow as tf
 
+        plan = self.plan.without_filler()
         other = copy.copy(self)
-        other._rank_rows = order.RankRows(self._rank, self._size, self._batch_size, with_filler=False)
+        other.plan = plan
         at_once = 1
-        if isinstance(self._source, ArraySource):
-            at_once = batches_at_once(self._source.batch_spec(other._rank_rows.max_rows))
-        first, last = self._rows
-        whole = self._remainder == "drop" or self.is_even
-        spec = self._source.batch_spec(last - first if whole else None)
+        if isinstance(plan.source, ArraySource):
+            at_once = batches_at_once(plan.source.batch_spec(plan.rank_rows.max_rows))
+        first, last = plan.local_rows
+        spec = plan.source.batch_spec(last - first if plan.has_full_batches else None)
 
         def add_count_and_digest(batch: Any, counts: list[int], digest: int) -> Any:
             if at_once == 1:
@@ -570,21 +549,9 @@ class GlobalBatches(Iterator[Any]):
             >>> next(batches).tolist()
             [4, 5]
         """
-        self._continue_at(*self._checked_place("epoch", epoch, "step", step))
+        self._continue_at(*self.plan.checked_position(epoch, step))
 
     # ---- inside -----------------------------------------------------------------------------------------------
-
-    def _checked_place(self, epoch_name: str, epoch: Any, step_name: str, step: Any) -> tuple[int, int]:
-        """Return an epoch and a step of it, after checking that they exist; the names are for the errors."""
-        epoch = integer(epoch_name, epoch, minimum=0)
-        step = integer(step_name, step, minimum=0)
-        if epoch < self._first[0]:
-            remedy = "earlier epochs read other files: pass a later epoch, or restore a state of that epoch"
-            raise ValueError(describe(epoch_name, epoch, f"at least {self._first[0]}", remedy))
-        if self._steps_per_epoch is not None and step > self._steps_per_epoch:
-            remedy = "count steps from the start of the epoch"
-            raise ValueError(describe(step_name, step, f"at most {self._steps_per_epoch}, those of an epoch", remedy))
-        return epoch, step
 
     def _continue_at(self, epoch: int, step: int) -> None:
         self._epoch = epoch
@@ -593,140 +560,52 @@ class GlobalBatches(Iterator[Any]):
         self._count = self._reader = None
         self._restores += 1
 
-    def _take_files(self, files: GrowingFiles) -> None:
-        if files.source is not self._source:
-            self._take_source(files.source)
-        self._files = files
-        self._first = (files.first_epoch, files.first_step)
-        limits = [limit for limit in (self._epochs, files.end) if limit is not None]
-        self.available_epochs = min(limits, default=None)
-
-    def _take_source(self, source: arguments.Source) -> None:
-        before = self._source
-        self._source = source
-        try:
-            self._steps_per_epoch = self._known_steps_per_epoch()
-        except ValueError:
-            self._source = before
-            raise
-        self._source_identity = source.identity(self._shuffle)
-
     def _read(self) -> Any:
-        """Return the next batch of this epoch, or None at its end."""
+        """Return the next batch of this epoch; or None at its end, and continue with the next epoch."""
         if self._reader is None:
-            self._reader = self._source.open(self._epoch, self._step, self._rank_rows, self._shuffle, self._remainder)
+            self._reader = read_epoch(self.plan, self._epoch, self._step)
         try:
-            batch, (count,), self._digest = next(self._reader, _END)
+            batch, (self._count,), _ = next(self._reader)
+        except StopIteration as end:
+            self._end_epoch(end.value)
+            return None
         except BaseException:
             self._reader = None  # a generator that raised looks exhausted, which is not the end of the epoch
             raise
-        if count == 0:
-            return None
-        if self._files is not None:
-            self._files.begun.set()
         self._step += 1
-        if self._steps_per_epoch is not None and self._step > self._steps_per_epoch:
-            raise self._unequal_epochs("more")
-        self._count = count
         self._epoch_yielded = self._epoch
         if self._as_tensors:
             batch = optree.tree_map(tensor_of, batch)
         return (*batch, self.sample_weight) if self._with_sample_weight else batch
 
-    def _end_epoch(self) -> None:
-        if self._steps_per_epoch is None:
-            if self._step == 0:
-                raise _no_batch(f"a stream that ended before {self._batch_size} examples", self._batch_size)
-            self._steps_per_epoch = self._step
-        elif self._step < self._steps_per_epoch:
-            raise self._unequal_epochs(str(self._step))
-        self._epoch = self._epoch + 1
+    def _end_epoch(self, steps: int) -> None:
+        self.plan = self.plan.with_length(steps)
+        self._epoch += 1
         self._step = 0
         self._reader = None
 
-    def _known_steps_per_epoch(self) -> int | None:
-        examples = self._source.examples
-        if examples is None:
-            return None
-        steps = order.steps_per_epoch(examples, self._batch_size, self._remainder)
-        if steps == 0:
-            raise _no_batch(f"{examples} examples", self._batch_size)
-        return steps
-
-    def _identity(self) -> dict[str, Any]:
-        """Return the settings that, with the data, determine the global order."""
-        return {
-            "seed": self._shuffle.seed,
-            "examples": self._source.examples,
-            "batch_size": self._batch_size,
-            "remainder": self._remainder,
-            "steps_per_epoch": self._steps_per_epoch,
-            "shuffle_buffer": self._shuffle.buffer,
-            "order_check": self._order_check,
-            **self._source_identity,
-            **({} if self._files is None else self._files.state),
-        }
-
     def _as_dataset(self, batches: GlobalBatches, convert: _Convert, spec: Any, at_once: int) -> Any:
         """Return ``batches`` from this iterator's position on, each mapped by ``convert``, as a dataset for Keras."""
-        is_endless = self._steps_per_epoch is not None
-        identity = self._source_identity
+        identity = self.plan.source_identity
 
         def position() -> tuple[int, int, int]:
-            if self._source_identity != identity:
+            if self.plan.source_identity != identity:
                 got = "other files than when it was made"
                 expected = "the same files"
                 remedy = "call as_keras() again, after restore() and add_new_files()"
                 raise ValueError(describe("dataset", got, expected, remedy))
             return self._restores, self._epoch, self._step
 
-        return keras_dataset(
-            lambda epoch, step: batches._batches_from(epoch, step, at_once, convert, is_endless),
-            position,
-            self._steps_per_epoch,
-            spec,
-            at_once=at_once,
-        )
+        def open_at(epoch: int, step: int) -> Iterator[tuple[int, Any]]:
+            """Yield (number of batches, result of ``convert``); see keras_dataset."""
+            reader = read_on(batches.plan, epoch, step, at_once, is_endless=is_endless)
+            try:
+                while True:
+                    batch = next(reader)
+                    yield len(batch.counts), convert(*batch)
+            except StopIteration as end:
+                if end.value is not None:
+                    batches.plan = batches.plan.with_length(end.value)
 
-    def _batches_from(
-        self, epoch: int, step: int, max_batches: int, convert: _Convert, is_endless: bool
-    ) -> Iterator[tuple[int, Any]]:
-        """Yield (number of batches, result of ``convert``), from a step of an epoch on; see keras_dataset.
-
-        ``convert`` gets the batches (with a leading batch axis unless ``max_batches`` is 1), their numbers of real
-        examples, and the digest. Unless ``is_endless``, iteration ends with the epoch.
-        """
-        if max_batches == 1 or not isinstance(self._source, ArraySource):
-            other = self.copy_at(epoch, step)
-            other._with_sample_weight = other._as_tensors = False
-            for batch in other if is_endless else other.one_epoch():
-                yield 1, convert(batch, [other.global_count], other._digest)
-            self._steps_per_epoch = other._steps_per_epoch
-            return
-        for current in itertools.count(epoch) if self._epochs is None else range(epoch, self._epochs):
-            first = step if current == epoch else 0
-            for batches, counts, _ in self._source.open(
-                current, first, self._rank_rows, self._shuffle, self._remainder, max_batches
-            ):
-                yield len(counts), convert(batches, counts, 0)
-
-    def _require_pairs(self) -> None:
-        structure = self._source.structure
-        if not isinstance(structure, tuple) or len(structure) != 2:
-            got = f"a {type(structure).__name__}"
-            remedy = "pass (x, y), or read .sample_weight after each batch"
-            raise TypeError(describe("arrays_or_source", got, "a tuple (x, y) for with_sample_weight=True", remedy))
-
-    def _unequal_epochs(self, steps: str) -> ValueError:
-        got = f"a stream of {steps} batches in epoch {self._epoch}"
-        expected = f"{self._steps_per_epoch}, as before"
-        remedy = "make the stream the same each time it is read (no unseeded filter or sampling)"
-        return ValueError(describe("arrays_or_source", got, expected, remedy))
-
-
-def _no_batch(got: str, batch_size: int) -> ValueError:
-    remedy = "lower global_batch_size, or pass remainder='pad'"
-    return ValueError(describe("arrays_or_source", got, f"at least one batch of {batch_size}", remedy))
-
-
-_END: tuple[Any, list[int], int] = (None, [0], 0)
+        is_endless = self.plan.steps_per_epoch is not None
+        return keras_dataset(open_at, position, self.plan.steps_per_epoch, spec, at_once=at_once)

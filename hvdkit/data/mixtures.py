@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,8 @@ import optree
 
 from hvdkit.data.arrays import ArraySource
 from hvdkit.data.block_order import Lanes
-from hvdkit.data.files.source import EpochReader, FileSource, read_ahead
-from hvdkit.data.indexed import Shuffle
-from hvdkit.data.order import Order, RankRows, Remainder
+from hvdkit.data.files.source import EpochReader, FileSource
+from hvdkit.data.order import Order, Shuffle
 from hvdkit.errors import describe, integer
 
 _BITS = 30
@@ -140,15 +139,6 @@ class Mixture:
 
         return of
 
-    def open(
-        self, epoch: int, step: int, rank_rows: RankRows, shuffle: Shuffle, remainder: Remainder
-    ) -> Iterator[tuple[Any, list[int], int]]:
-        """Yield the rank's rows of each global batch of the epoch from ``step`` on, and its number of real examples.
-
-        Threads read the following batches ahead. The third value is 0.
-        """
-        return read_ahead(self, epoch, step, rank_rows, shuffle, remainder)
-
     def reader(self, shuffle: Shuffle) -> EpochReader:
         """Return a reader for an epoch."""
         readers = [
@@ -159,7 +149,7 @@ class Mixture:
             for each in readers:
                 each.next_batch()
 
-        return EpochReader(lambda indices: self._read(indices, readers), next_batch)
+        return EpochReader(partial(self._read, readers=readers), next_batch)
 
     def _read(self, indices: np.ndarray, readers: Sequence[EpochReader]) -> Any:
         source = np.searchsorted(self._first_examples, indices, side="right") - 1

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 Remainder = Literal["pad", "drop"]
+Mode = Literal["full", "blocks"]
 Order = Callable[[np.ndarray], np.ndarray]
 """Maps positions of an epoch, integers of any shape, to examples."""
 
@@ -32,6 +33,23 @@ def local_rows(batch_size: int, rank: int, size: int) -> tuple[int, int]:
         [(0, 2), (2, 5), (5, 7), (7, 10)]
     """
     return rank * batch_size // size, (rank + 1) * batch_size // size
+
+
+@dataclass(frozen=True)
+class Shuffle:
+    """How the examples of an epoch are ordered.
+
+    Attributes:
+        seed: None keeps the order of the data.
+        mode: "full": a permutation of all examples. "blocks": as :mod:`hvdkit.data.block_order` describes.
+        buffer: Examples in the windows of all lanes, or in the buffer of a stream.
+        lanes: L, for "blocks".
+    """
+
+    seed: int | None
+    mode: Mode = "full"
+    buffer: int | None = None
+    lanes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -80,11 +98,6 @@ def steps_per_epoch(examples: int, batch_size: int, remainder: Remainder) -> int
     return full + (remainder == "pad" and rest > 0)
 
 
-def real_examples(step: int, examples: int, batch_size: int) -> int:
-    """Return b, the number of real (not filler) examples of the global batch ``step``."""
-    return min(batch_size, examples - step * batch_size)
-
-
 def epoch_order(examples: int, seed: int | None, epoch: int) -> np.ndarray | None:
     """Return the order of the examples in an epoch, or None for the order of the data.
 
@@ -112,18 +125,6 @@ def order_check(seed: int | None) -> int | None:
     """
     order = epoch_order(97, seed, 0)
     return None if order is None else zlib.crc32(order.astype("<u4").tobytes())
-
-
-def row_indices(step: int, examples: int, batch_size: int, rows: tuple[int, int], order: Order | None) -> np.ndarray:
-    """Return the indices of the examples in ``rows`` of the global batch ``step``, int64 ``[rows]``.
-
-    Positions past the end of the epoch (filler) wrap around to its start.
-    """
-    start = step * batch_size
-    positions = np.arange(start + rows[0], start + rows[1])
-    if start + rows[1] > examples:
-        positions %= examples
-    return positions if order is None else order(positions).astype(np.int64)
 
 
 def real_rows(count: int, rows: tuple[int, int]) -> np.ndarray:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from hvdkit.data import order
-from hvdkit.data.indexed import Shuffle
 from hvdkit.errors import describe
 
 
@@ -39,8 +38,8 @@ class StreamSource:
         self.examples = cardinality if cardinality > 0 else None
 
     def open(
-        self, epoch: int, step: int, rank_rows: order.RankRows, shuffle: Shuffle, remainder: order.Remainder
-    ) -> Iterator[tuple[Any, list[int], int]]:
+        self, epoch: int, step: int, rank_rows: order.RankRows, shuffle: order.Shuffle, remainder: order.Remainder
+    ) -> Iterator[tuple[Any, int, int]]:
         """Yield the rank's rows of each global batch of the epoch from ``step`` on, and its number of real examples.
 
         Filler rows repeat the examples of the same batch, starting with the first. Without filler, the third value is a
@@ -65,14 +64,14 @@ class StreamSource:
         for batch, (counts, digests) in stream.batch(rank_rows.max_rows).prefetch(1):
             count = int(counts[0])
             first, last = rank_rows.rows(count)
-            yield _first_rows(batch, last - first, rank_rows.max_rows), [count], int(digests[0])
+            yield _first_rows(batch, last - first, rank_rows.max_rows), count, int(digests[0])
 
     def batch_spec(self, rows: int | None) -> Any:
         """Return the ``tf.TypeSpec`` structure of a batch of ``rows`` rows; None for any number."""
         dataset = self._dataset if self.map_fn is None else self._dataset.map(self.map_fn)
         return dataset.batch(rows or 1, drop_remainder=rows is not None).element_spec
 
-    def identity(self, shuffle: Shuffle) -> dict[str, Any]:
+    def identity(self, shuffle: order.Shuffle) -> dict[str, Any]:
         """Return nothing more: seed and sizes determine the order."""
         return {}
 
@@ -83,7 +82,7 @@ class StreamSource:
         digest = int(hash_of(list(self._dataset.take(2))))
         return {"examples": self.examples, "arrays": {"dataset": str(self._dataset.element_spec)}, "rows": digest}
 
-    def _ordered(self, epoch: int, shuffle: Shuffle) -> Any:
+    def _ordered(self, epoch: int, shuffle: order.Shuffle) -> Any:
         if shuffle.seed is None:
             return self._dataset
         import tensorflow as tf

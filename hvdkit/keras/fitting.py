@@ -177,7 +177,7 @@ def _fit(
             if logdir is not None and training_shares.may_end_anywhere:
                 remedy = "set it: dataset.apply(tf.data.experimental.assert_cardinality(n))"
                 raise ValueError(describe("x", "GlobalBatches of unknown length, with logdir=", "a known one", remedy))
-            if logdir is not None and x._files is not None:
+            if logdir is not None and x.plan.files is not None:
                 remedy = "read them in a loop with hk.Supervisor, which restores the files of each epoch"
                 raise ValueError(describe("x", "GlobalBatches(growth=), with logdir=", "one without growth=", remedy))
         if validation is None:

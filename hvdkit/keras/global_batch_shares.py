@@ -46,12 +46,13 @@ class GlobalBatchShares(Shares):
         class_weight: dict[int, float] | None = None,
         initial_epoch: int | None = None,
     ) -> None:
-        keras_parts(batches._source.structure)
-        if (batches._rank, batches._size) != (data_rank.index, data_rank.size):
-            got = f"GlobalBatches of rank {batches._rank} of {batches._size}"
+        plan = batches.plan
+        keras_parts(plan.source.structure)
+        if (plan.rank_rows.rank, plan.rank_rows.size) != (data_rank.index, data_rank.size):
+            got = f"GlobalBatches of rank {plan.rank_rows.rank} of {plan.rank_rows.size}"
             expected = f"{data_rank.index} of {data_rank.size}"
             raise ValueError(describe(argument, got, expected, "leave out rank= and size= of GlobalBatches"))
-        if batches._files is not None and steps is not None:
+        if plan.files is not None and steps is not None:
             remedy = "leave it out: epochs end where files are added"
             raise ValueError(describe("steps_per_epoch", steps, "None for GlobalBatches(growth=)", remedy))
         if initial_epoch is not None:
@@ -65,8 +66,8 @@ class GlobalBatchShares(Shares):
             self._check_position(batches, argument)
             self._batches = batches.copy_at(*self._start(batches, self._initial_epoch))
         else:
-            self._batches = batches.copy_at(batches._first[0], 0)
-            self._batches.available_epochs = None
+            self._batches = batches.copy_at(plan.first_epoch, 0)
+            self._batches.plan = plan.without_limit()
         self._class_weight = class_weight
         self._argument = argument
         self.digest = json.dumps(batches.fingerprint(), sort_keys=True, default=str)
@@ -99,7 +100,7 @@ class GlobalBatchShares(Shares):
         """Raise ValueError if Keras's own steps would compute the model's loss from missing labels."""
         methods = ("train_step", "test_step", "compute_loss")
         has_own = any(getattr(type(model), name) is not getattr(keras.Model, name) for name in methods)
-        if keras_parts(self._batches._source.structure) == 1 and model.loss is not None and not has_own:
+        if keras_parts(self._batches.plan.source.structure) == 1 and model.loss is not None and not has_own:
             remedy = "make them part of the data: (x, y), or source.map(function) to return such pairs"
             raise ValueError(describe(self._argument, "GlobalBatches without labels", "those of the loss", remedy))
 
@@ -115,7 +116,7 @@ class GlobalBatchShares(Shares):
         if available is not None and needed > available:
             got = f"GlobalBatches(epochs={available})"
             remedy = f"pass GlobalBatches(epochs={needed}), or None"
-            if available != self._batches._epochs:
+            if available != self._batches.plan.epochs:
                 got = "GlobalBatches(growth='replace')"
                 remedy = "call add_new_files after each epoch"
             raise ValueError(describe("epochs", f"{epochs}, with {got}", f"at most {most}", remedy))
@@ -144,7 +145,7 @@ class GlobalBatchShares(Shares):
         may_end_anywhere = self.may_end_anywhere
 
         def take(data: Any, rows: tf.Tensor, digest: tf.Tensor) -> Any:
-            _, _, info = self.data_rank.bounds_and_info(self._batches._batch_size if has_static_rows else rows)
+            _, _, info = self.data_rank.bounds_and_info(self._batches.plan.batch_size if has_static_rows else rows)
             info["digest"] = digest
             if may_end_anywhere:
                 info["may_end_anywhere"] = tf.constant(True)
@@ -166,14 +167,14 @@ class GlobalBatchShares(Shares):
     def on_epoch_begin(self) -> None:
         """Restart at the first epoch of the data, except when training."""
         if not self._trains:
-            self._batches.move_to(self._batches._first[0], 0)
+            self._batches.move_to(self._batches.plan.first_epoch, 0)
 
     @property
     def may_be_empty(self) -> bool:
         """Return False if no share can be empty."""
-        examples = self._batches._source.examples
-        size = self._batches._batch_size
-        if self._batches._remainder == "drop":
+        examples = self._batches.plan.source.examples
+        size = self._batches.plan.batch_size
+        if self._batches.plan.remainder == "drop":
             return False
         return examples is None or 0 < examples % size < self.data_rank.size
 
@@ -189,4 +190,4 @@ class GlobalBatchShares(Shares):
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that must be equal on all ranks."""
-        return self._batches._identity()
+        return self._batches.plan.identity()

@@ -196,7 +196,7 @@ def test_tensors_share_the_memory_of_batches(tmp_path, monkeypatch):
     write_parquet(tmp_path / "a", range(100))
     batches = GlobalBatches(hk.data.parquet(tmp_path, ["id", "x", "list"]), 32, rank=0, size=1, remainder="drop")
     in_keras = next(iter(batches.as_keras()))
-    as_tensors = next(GlobalBatches(batches._source, 32, rank=0, size=1, as_tensors=True))
+    as_tensors = next(GlobalBatches(batches.plan.source, 32, rank=0, size=1, as_tensors=True))
     tensors = tf.nest.flatten([in_keras, as_tensors], expand_composites=True)
     assert len(tensors) == 8
     for tensor in map(np.asarray, tensors):

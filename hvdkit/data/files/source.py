@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import optree
@@ -12,14 +13,12 @@ import xxhash
 
 from hvdkit.data.block_order import BlockOrder, Lanes
 from hvdkit.data.files.formats import BlockRows, Format, OnError
-from hvdkit.data.files.kept_open import close_idle
 from hvdkit.data.files.listing import File, Paths
 from hvdkit.data.files.path_columns import PathColumns, taken_of
-from hvdkit.data.files.reading_ahead import BlockCache, in_order
+from hvdkit.data.files.reading_ahead import BlockCache
 from hvdkit.data.files.records import RecordFormat
 from hvdkit.data.files.scanning import Scan, ScannedFile, agree_on_columns, columns_of
-from hvdkit.data.indexed import IndexedSource, Shuffle, batches_of_epoch
-from hvdkit.data.order import Order, RankRows, Remainder, shuffled_indices
+from hvdkit.data.order import Order, Shuffle, shuffled_indices
 from hvdkit.data.permutation import Permutation
 from hvdkit.errors import DataError, describe
 
@@ -214,22 +213,13 @@ class FileSource:
         window = max(1, shuffle.buffer // shuffle.lanes)
         return BlockOrder(self._block_starts, lane_starts, window, shuffle.seed)
 
-    def open(
-        self, epoch: int, step: int, rank_rows: RankRows, shuffle: Shuffle, remainder: Remainder
-    ) -> Iterator[tuple[Any, list[int], int]]:
-        """Yield the rank's rows of each global batch of the epoch from ``step`` on, and its number of real examples.
-
-        Threads read the following batches ahead. The third value is 0.
-        """
-        return read_ahead(self, epoch, step, rank_rows, shuffle, remainder)
-
     def reader(self, shuffle: Shuffle) -> EpochReader:
         """Return a reader for an epoch. It keeps blocks whose other rows are needed soon."""
         is_kept = self._is_kept(shuffle)
         if shuffle.mode == "full" and not is_kept and (self.reads_rows or shuffle.seed is not None):
             return EpochReader(self.read)
         cache = BlockCache(self._load, np.diff(self._block_starts), keep=is_kept)
-        return EpochReader(lambda indices: self.read(indices, cache), cache.next_batch)
+        return EpochReader(functools.partial(self.read, cache=cache), cache.next_batch)
 
     def read(self, indices: np.ndarray, cache: BlockCache | None = None) -> Any:
         """Return the rows ``indices``, int64 ``[m]``, in this order.
@@ -362,29 +352,3 @@ class EpochReader(NamedTuple):
 
     read: Callable[[np.ndarray], Any]
     next_batch: Callable[[], None] = lambda: None
-
-
-class ThreadedSource(IndexedSource, Protocol):
-    """A source that threads read ahead."""
-
-    def reader(self, shuffle: Shuffle) -> EpochReader:
-        """Return a reader for an epoch."""
-
-
-def read_ahead(
-    source: ThreadedSource, epoch: int, step: int, rank_rows: RankRows, shuffle: Shuffle, remainder: Remainder
-) -> Iterator[tuple[Any, list[int], int]]:
-    """Yield the rank's rows of each global batch of the epoch from ``step`` on, and its number of real examples.
-
-    Files are closed when the epoch ends.
-    """
-    reader = source.reader(shuffle)
-    planned = batches_of_epoch(source, epoch, step, rank_rows, shuffle, remainder, lambda indices: indices)
-
-    def read(plan: tuple[np.ndarray, list[int], int]) -> tuple[Any, list[int], int]:
-        indices, counts, digest = plan
-        return reader.read(indices), counts, digest
-
-    for batch in in_order(read, planned, at_end=close_idle):
-        reader.next_batch()
-        yield batch

@@ -1,0 +1,268 @@
+"""The plan of an iteration: which rows of which global batches a rank reads. A pure value, without communication.
+
+Iterators, readers and the adapter to Keras share one plan; each has its own position. A position is an epoch and the
+step in it, from 0, of the next batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hvdkit.data import order
+from hvdkit.data.stream import StreamSource
+from hvdkit.errors import describe, integer
+
+if TYPE_CHECKING:
+    from hvdkit.data.arguments import Source
+    from hvdkit.data.growth import GrowingFiles
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The order of the examples, and the rows of each global batch that this rank reads.
+
+    Attributes:
+        source: The data.
+        shuffle: How the examples of an epoch are ordered.
+        remainder: How an epoch's short last batch is handled.
+        rank_rows: The rows of each global batch that are read for this rank.
+        epochs: The number of epochs that the user asked for; None for no limit.
+        steps_per_epoch: None for a stream whose length is not known yet.
+        source_identity: What determines the order in addition to the seed and sizes.
+        order_check: A checksum of NumPy's way to shuffle.
+        files: The files of ``source``, for data that grow.
+        available_epochs: The number of epochs that can be read before files are added; None for no limit.
+        first_epoch: The first epoch that reads ``source``.
+        first_step: The number of batches before it, since the start of training.
+        local_rows: This rank's rows of a full batch, as (first, one past the last).
+    """
+
+    source: Source
+    shuffle: order.Shuffle
+    remainder: order.Remainder
+    rank_rows: order.RankRows
+    epochs: int | None
+    steps_per_epoch: int | None
+    source_identity: Mapping[str, Any]
+    order_check: int | None
+    files: GrowingFiles | None
+    available_epochs: int | None
+    first_epoch: int
+    first_step: int
+    local_rows: tuple[int, int]
+
+    @classmethod
+    def of(
+        cls,
+        source: Source,
+        rank_rows: order.RankRows,
+        *,
+        shuffle: order.Shuffle,
+        remainder: order.Remainder,
+        epochs: int | None = None,
+        files: GrowingFiles | None = None,
+    ) -> BatchPlan:
+        """Return the plan of checked arguments.
+
+        Raises:
+            ValueError: The data have less than one batch.
+        """
+        plan = cls(
+            source=source,
+            shuffle=shuffle,
+            remainder=remainder,
+            rank_rows=rank_rows,
+            epochs=epochs,
+            steps_per_epoch=_known_steps(source, rank_rows.batch_size, remainder),
+            source_identity=source.identity(shuffle),
+            order_check=order.order_check(shuffle.seed),
+            files=None,
+            available_epochs=epochs,
+            first_epoch=0,
+            first_step=0,
+            local_rows=rank_rows.rows(rank_rows.batch_size),
+        )
+        return plan if files is None else plan.with_files(files)
+
+    @property
+    def batch_size(self) -> int:
+        """B, over all ranks."""
+        return self.rank_rows.batch_size
+
+    @property
+    def is_even(self) -> bool:
+        """True if all ranks are known to have the same number of real examples in every batch, without filler."""
+        return self.has_full_batches and self.batch_size % self.rank_rows.size == 0
+
+    @property
+    def has_full_batches(self) -> bool:
+        """True if no batch is known to be short."""
+        examples = self.source.examples
+        return self.remainder == "drop" or (examples is not None and examples % self.batch_size == 0)
+
+    # ---- the rows ----------------------------------------------------------------------------------------------
+
+    def rows_from(self, epoch: int, step: int, max_batches: int = 1) -> Iterator[tuple[np.ndarray, list[int]]]:
+        """Yield the examples in this rank's rows, and the number of real examples, of an epoch's batches from ``step``.
+
+        For sources with random access. The order of the epoch is computed once.
+
+        Args:
+            epoch: The epoch, from 0.
+            step: The first step.
+            max_batches: If larger than 1, each item has up to that many batches with equal numbers of rows.
+
+        Yields:
+            int64 ``[rows]``, or ``[batches, rows]`` if ``max_batches`` is larger than 1, and the number of real
+            examples of each batch.
+        """
+        assert not isinstance(self.source, StreamSource)
+        assert self.steps_per_epoch is not None
+        batch_size = self.batch_size
+        examples = self.source.examples
+        epoch_order = self.source.order(self.shuffle, epoch, batch_size)
+        full_steps = examples // batch_size
+        while step < self.steps_per_epoch:
+            count = min(batch_size, examples - step * batch_size)
+            first, last = self.local_rows if count == batch_size else self.rank_rows.rows(count)
+            start = step * batch_size
+            positions = np.arange(start + first, start + last)
+            if start + last > examples:  # filler, from the start of the epoch's order
+                positions %= examples
+            counts = [count]
+            if max_batches > 1:  # a short last batch is yielded separately
+                counts *= max(1, min(max_batches, full_steps - step))
+                positions = positions + np.arange(len(counts))[:, None] * batch_size
+            yield positions if epoch_order is None else epoch_order(positions).astype(np.int64), counts
+            step += len(counts)
+
+    # ---- positions ---------------------------------------------------------------------------------------------
+
+    def global_step(self, epoch: int, step: int) -> int:
+        """Return the number of batches before a position, since the start of training."""
+        return self.first_step + (epoch - self.first_epoch) * (self.steps_per_epoch or 0) + step
+
+    def state_at(self, global_step: int, *, read: int) -> dict[str, Any]:
+        """Return the state to save after ``global_step`` batches since the start of training.
+
+        Args:
+            global_step: Steps over all epochs.
+            read: The number of batches that have been read of a stream of unknown length.
+
+        Raises:
+            ValueError: ``global_step`` is negative, before the last files were added, or beyond what has been read of a
+                stream of unknown length.
+        """
+        integer("global_step", global_step, minimum=self.first_step)
+        steps = self.steps_per_epoch
+        if steps is None and global_step > read:
+            assert_length = "dataset.apply(tf.data.experimental.assert_cardinality(n))"
+            remedy = f"read a whole epoch first, or give the length: {assert_length}"
+            raise ValueError(describe("global_step", global_step, f"at most {read}, the batches read so far", remedy))
+        epoch, step = (0, global_step) if steps is None else divmod(global_step - self.first_step, steps)
+        return {"epoch": self.first_epoch + epoch, "step": step, "global_step": global_step, **self.identity()}
+
+    def checked_position(
+        self, epoch: Any, step: Any, epoch_name: str = "epoch", step_name: str = "step"
+    ) -> tuple[int, int]:
+        """Return an epoch and a step of it, after checking that they exist; the names are for the errors.
+
+        Raises:
+            TypeError: One of them is not an integer.
+            ValueError: The epoch does not read the present files, or has fewer steps.
+        """
+        epoch = integer(epoch_name, epoch, minimum=0)
+        step = integer(step_name, step, minimum=0)
+        if epoch < self.first_epoch:
+            remedy = "earlier epochs read other files: pass a later epoch, or restore a state of that epoch"
+            raise ValueError(describe(epoch_name, epoch, f"at least {self.first_epoch}", remedy))
+        if self.steps_per_epoch is not None and step > self.steps_per_epoch:
+            remedy = "count steps from the start of the epoch"
+            raise ValueError(describe(step_name, step, f"at most {self.steps_per_epoch}, those of an epoch", remedy))
+        return epoch, step
+
+    def has_epoch(self, epoch: int) -> bool:
+        """Return whether an epoch can be read before files are added."""
+        return self.available_epochs is None or epoch < self.available_epochs
+
+    # ---- what determines the order -----------------------------------------------------------------------------
+
+    def identity(self) -> dict[str, Any]:
+        """Return the settings that, with the data, determine the global order. JSON-compatible; part of the state."""
+        return {
+            "seed": self.shuffle.seed,
+            "examples": self.source.examples,
+            "batch_size": self.batch_size,
+            "remainder": self.remainder,
+            "steps_per_epoch": self.steps_per_epoch,
+            "shuffle_buffer": self.shuffle.buffer,
+            "order_check": self.order_check,
+            **self.source_identity,
+            **({} if self.files is None else self.files.state),
+        }
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return a JSON-compatible fingerprint, equal on ranks with equal data and order."""
+        settings = {"seed": self.shuffle.seed, "batch_size": self.batch_size, "remainder": self.remainder}
+        order_settings = {
+            "shuffle": self.shuffle.mode,
+            "shuffle_buffer": self.shuffle.buffer,
+            "interleave": self.shuffle.lanes,
+        }
+        return {**self.source.fingerprint(), **settings, **order_settings}
+
+    # ---- other plans -------------------------------------------------------------------------------------------
+
+    def with_files(self, files: GrowingFiles) -> BatchPlan:
+        """Return the plan of the epochs that read other files.
+
+        Raises:
+            ValueError: The files have less than one batch.
+        """
+        limits = [limit for limit in (self.epochs, files.end) if limit is not None]
+        changes: dict[str, Any] = {}
+        if files.source is not self.source:
+            changes = {
+                "source": files.source,
+                "steps_per_epoch": _known_steps(files.source, self.batch_size, self.remainder),
+                "source_identity": files.source.identity(self.shuffle),
+            }
+        return replace(
+            self,
+            **changes,
+            files=files,
+            available_epochs=min(limits, default=None),
+            first_epoch=files.first_epoch,
+            first_step=files.first_step,
+        )
+
+    def with_length(self, steps: int) -> BatchPlan:
+        """Return the plan of a stream of which ``steps`` batches per epoch have been read; this plan if it knows."""
+        return self if self.steps_per_epoch is not None else replace(self, steps_per_epoch=steps)
+
+    def without_filler(self) -> BatchPlan:
+        """Return the plan that divides only the real examples of a short batch."""
+        return replace(self, rank_rows=replace(self.rank_rows, with_filler=False))
+
+    def without_limit(self) -> BatchPlan:
+        """Return the plan of endless epochs."""
+        return replace(self, epochs=None, available_epochs=None)
+
+
+def _known_steps(source: Source, batch_size: int, remainder: order.Remainder) -> int | None:
+    if source.examples is None:
+        return None
+    steps = order.steps_per_epoch(source.examples, batch_size, remainder)
+    if steps == 0:
+        raise no_batch(f"{source.examples} examples", batch_size)
+    return steps
+
+
+def no_batch(got: str, batch_size: int) -> ValueError:
+    """Return the error of data with less than one batch."""
+    remedy = "lower global_batch_size, or pass remainder='pad'"
+    return ValueError(describe("arrays_or_source", got, f"at least one batch of {batch_size}", remedy))
