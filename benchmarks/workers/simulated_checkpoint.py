@@ -18,20 +18,22 @@ GENERATOR_STATE = 625  # numbers in the state of Python's or NumPy's generator
 
 def state_of(rank: int, size: int) -> Any:
     """Return a rank's state: replicated tensors, sharded tables, a generator's state as tensor and as plain value."""
-    from hvdkit.checkpoint.entries import Entry, State, Value
+    from hvdkit.checkpoint.entries import State, StateTensor, Value
     from hvdkit.sharding.partition import rows_of
 
-    def entry(name: str, kind: Any, array: np.ndarray, shape: tuple[int, ...], index: Any = None) -> Entry:
-        return Entry(name, kind, array.dtype, shape, lambda: array, lambda _: None, index=index, partition="div")
+    def tensor(name: str, kind: Any, array: np.ndarray, shape: tuple[int, ...], index: Any = None) -> StateTensor:
+        return StateTensor(name, kind, array.dtype, shape, lambda: array, lambda _: None, index=index, partition="div")
 
     rows = ROWS_PER_RANK * size
     own = rows_of("div", rows, rank, size)
     values = np.broadcast_to(np.asarray(own, np.float32)[:, None], (len(own), 8)).copy()
-    entries = [entry(f"dense/{i}", "replicated", np.full((64, 64), i, np.float32), (64, 64)) for i in range(REPLICATED)]
-    entries += [entry(f"table/{i}", "sharded", values + i, (rows, 8), (own, range(8))) for i in range(TABLES)]
-    entries += [entry("seed", "per_rank", np.full(3, rank, np.int64), (3,))]
+    tensors = [
+        tensor(f"dense/{i}", "replicated", np.full((64, 64), i, np.float32), (64, 64)) for i in range(REPLICATED)
+    ]
+    tensors += [tensor(f"table/{i}", "sharded", values + i, (rows, 8), (own, range(8))) for i in range(TABLES)]
+    tensors += [tensor("seed", "per_rank", np.full(3, rank, np.int64), (3,))]
     own_values = {"generator": Value(lambda: [rank] * GENERATOR_STATE, lambda _: None, per_rank=True)}
-    return State(entries={e.name: e for e in entries}, values=own_values)
+    return State(tensors={t.name: t for t in tensors}, values=own_values)
 
 
 def save(rank: int, size: int, folder: Path) -> Any:
@@ -72,7 +74,7 @@ def checkpoint_rank0(size: int, folder: Path, seconds: float, fault: str) -> Non
 
     def restore(ranks: int) -> None:
         with Reader(path, manifest) as reader:
-            for e in state_of(0, ranks).entries.values():
+            for e in state_of(0, ranks).tensors.values():
                 if e.kind == "replicated":
                     assert (reader.whole(e.name) == e.read()).all()
                 elif e.kind == "per_rank":

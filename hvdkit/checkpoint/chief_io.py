@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,12 +17,12 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import cluster
-from hvdkit.checkpoint.entries import Entry
+from hvdkit.checkpoint.entries import StateTensor
 from hvdkit.checkpoint.files import checkpoint_errors, remove_folder
 from hvdkit.checkpoint.folder import check_replaceable, commit, latest, temporary_path, tidy
 from hvdkit.checkpoint.manifest import REPLICATED, Manifest, shard_name
 from hvdkit.checkpoint.reading import Reader
-from hvdkit.checkpoint.tensorfile import BLOCK_BYTES, Allowed, FileRecord, NonFiniteTensor, OutgoingTensor, write_file
+from hvdkit.checkpoint.tensorfile import BLOCK_BYTES, FileRecord, NonFiniteTensor, write_file
 from hvdkit.checkpoint.writing import Snapshot, build_manifest, non_finite_error
 from hvdkit.cluster.agreement import gather
 from hvdkit.collectives import tensors
@@ -65,22 +66,21 @@ def save_through_chief(
         NonFiniteError: on every rank: a tensor contains NaN or an infinity; the message names the rank.
     """
     tensors = {tensor.name: tensor for tensor in snapshot.shard_tensors()}
-    specs = {name: (t.dtype, t.shape, t.allowed) for name, t in tensors.items()}
     descriptions = gather(
-        cluster.exchange(), "a save through the chief", lambda: (specs, snapshot.indices(), snapshot.metadata())
+        cluster.exchange(), "a save through the chief", lambda: (list(tensors), snapshot.indices(), snapshot.metadata())
     )
 
     if not cluster.is_chief():
         for transfer in _follow():
             is_source = transfer.source == cluster.rank()
-            _exchange(transfer, tensors[transfer.name].rows(transfer.start, transfer.stop) if is_source else None)
+            _exchange(transfer, tensors[transfer.name].block(transfer.start, transfer.stop) if is_source else None)
         return
     with _leading():
         tidy(path.parent, path.name)
         check_replaceable(path)
         folder = temporary_path(path, secrets.token_hex(4))
         try:
-            _write_files(folder, snapshot, tensors, descriptions, step)
+            _write_files(folder, snapshot, descriptions, step)
             before_commit()
             commit(folder, path)
         except BaseException:
@@ -89,17 +89,16 @@ def save_through_chief(
         after_commit()
 
 
-def _write_files(
-    folder: Path, snapshot: Snapshot, chief_tensors: dict[str, OutgoingTensor], descriptions: list[Any], step: int
-) -> None:
+def _write_files(folder: Path, snapshot: Snapshot, descriptions: list[Any], step: int) -> None:
     size = cluster.size()
     with checkpoint_errors(folder, "written"):
         folder.mkdir(parents=True)
     replicated = snapshot.replicated_tensors()
     files = {REPLICATED: _write(folder / REPLICATED, replicated, 0, step)} if replicated else {}
+    by_name = {tensor.name: tensor for tensor in snapshot.tensors}
     reports = []
-    for rank, (specs, indices, metadata) in enumerate(descriptions):
-        tensors = [chief_tensors[name] if rank == 0 else _remote_tensor(rank, name, *specs[name]) for name in specs]
+    for rank, (names, indices, metadata) in enumerate(descriptions):
+        tensors = [by_name[name] if rank == 0 else _remote(by_name[name], rank, indices) for name in names]
         records: dict[str, FileRecord] = {}
         if tensors or metadata:
             name = shard_name(rank, size)
@@ -109,7 +108,7 @@ def _write_files(
 
 
 def _write(
-    file: Path, tensors: list[OutgoingTensor], rank: int, step: int, metadata: Mapping[str, str] | None = None
+    file: Path, tensors: list[StateTensor], rank: int, step: int, metadata: Mapping[str, str] | None = None
 ) -> FileRecord:
     """Write a file of ``rank``'s tensors; an error about non-finite values names the rank."""
     try:
@@ -119,31 +118,33 @@ def _write(
         raise non_finite_error(str(error), rank, step, newest.name if newest else None) from None
 
 
-def _remote_tensor(rank: int, name: str, dtype: np.dtype, shape: tuple[int, ...], allowed: Allowed) -> OutgoingTensor:
-    """Return a tensor whose rows are fetched from another rank."""
+def _remote(tensor: StateTensor, rank: int, indices: Mapping[str, Any]) -> StateTensor:
+    """Return a tensor of the chief with the part of another rank, whose rows are fetched from there."""
+    index = None if tensor.index is None else tuple(range(*axis) for axis in indices[tensor.name])
 
     def rows(start: int, stop: int) -> np.ndarray:
-        received = _perform(_Transfer(name, start, stop, rank, 0), None)
-        return received.view(dtype).reshape(stop - start, *shape[1:])
+        received = _perform(_Transfer(tensor.name, start, stop, rank, 0), None)
+        return received.view(tensor.dtype).reshape(stop - start, *remote.part_shape[1:])
 
-    return OutgoingTensor(name, dtype, shape, rows, allowed)
+    remote = replace(tensor, index=index, rows=rows)
+    return remote
 
 
 def restore_through_chief(
     path: Path,
     manifest: Manifest,
-    entries: Sequence[Entry],
+    tensors: Sequence[StateTensor],
     names: dict[str, str],
-    assign: Callable[[Entry, np.ndarray | None], None],
+    assign: Callable[[StateTensor, np.ndarray | None], None],
 ) -> None:
-    """Read ``entries`` on the chief and send every rank its part. Every rank calls it.
+    """Read ``tensors`` on the chief and send every rank its part. Every rank calls it.
 
     Raises:
         CorruptCheckpointError, CheckpointError: on every rank: the chief cannot read.
     """
-    local_specs = {e.name: (e.kind, e.index, e.partition == FLAT, e.resize) for e in entries}
+    local_specs = {t.name: (t.kind, t.index, t.partition == FLAT, t.resize) for t in tensors}
     specs_by_rank = gather(cluster.exchange(), "a restore through the chief", lambda: local_specs)
-    by_name = {entry.name: entry for entry in entries}
+    by_name = {tensor.name: tensor for tensor in tensors}
     if not cluster.is_chief():
         _receive_parts(by_name, assign)
         return
@@ -162,17 +163,16 @@ def restore_through_chief(
                     _send_part(rank, name, part)
 
 
-def _receive_parts(entries: dict[str, Entry], assign: Callable[[Entry, np.ndarray | None], None]) -> None:
+def _receive_parts(tensors: dict[str, StateTensor], assign: Callable[[StateTensor, np.ndarray | None], None]) -> None:
     parts: dict[str, np.ndarray] = {}
     for transfer in _follow():
         data = _exchange(transfer, None)
         if transfer.target == cluster.rank():
-            entry = entries[transfer.name]
-            shape = entry.shape if entry.index is None else tuple(len(axis) for axis in entry.index)
-            part = parts.setdefault(transfer.name, np.empty(shape, entry.dtype))
+            tensor = tensors[transfer.name]
+            part = parts.setdefault(transfer.name, np.empty(tensor.part_shape, tensor.dtype))
             part.reshape(-1).view(np.uint8)[transfer.start : transfer.stop] = data
             if transfer.stop == part.nbytes:
-                assign(entry, parts.pop(transfer.name))
+                assign(tensor, parts.pop(transfer.name))
             del part  # do not keep it while other ranks receive theirs
 
 

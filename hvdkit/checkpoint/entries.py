@@ -5,32 +5,32 @@ There are three kinds of tensors:
 * ``replicated``: identical on every rank; written once, by the chief;
 * ``sharded``: each rank holds, writes and reads its own part of one global array;
 * ``per_rank``: each rank has its own (random generator states, BatchNormalization moving statistics, accumulated
-  gradients). ``Entry.resize`` defines how they are restored at a different number of ranks.
+  gradients). ``StateTensor.resize`` defines how they are restored at a different number of ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from hvdkit.checkpoint.tensorfile import Allowed
-
 Kind = Literal["replicated", "sharded", "per_rank"]
 Resize = Literal["keep", "mean", "sum"]
+Allowed = Literal["finite", "infinite", "any"]
+"""Floating-point values that a tensor may contain: finite only, also infinities, or also NaN."""
 
 
 @dataclass
-class Entry:
-    """One tensor of the state, on this rank.
+class StateTensor:
+    """One tensor of the state, on this rank: read from a variable and written to a file, or the other way round.
 
     Attributes:
         name: its key, such as ``model/dense/kernel``.
         kind: how ranks hold it.
         dtype: NumPy dtype.
-        shape: global shape; for a ``per_rank`` tensor, the shape on each rank.
+        shape: global shape; for a ``per_rank`` tensor, the shape on each rank. The first axis counts rows.
         read: returns this rank's part as an array. On CPUs it shares the variable's memory until the variable's next
             update, which allocates new memory.
         assign: sets this rank's part.
@@ -41,7 +41,7 @@ class Entry:
             ("keep"), the mean over ranks ("mean"), or an equal part of the sum, which is preserved ("sum").
         variable: the underlying variable, if there is one.
         writes: False if another rank writes the same part.
-        allowed: the floating-point values that it may contain when saved.
+        allowed: the floating-point values that it may contain; checked while it is written.
         rows: returns rows ``[start, stop)`` of this rank's part as a new array; None if ``read`` is as cheap.
     """
 
@@ -58,6 +58,22 @@ class Entry:
     rows: Callable[[int, int], np.ndarray] | None = None
     writes: bool = True
     allowed: Allowed = "any"
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's part."""
+        return self.shape if self.index is None else tuple(map(len, self.index))
+
+    def block(self, start: int, stop: int) -> np.ndarray:
+        """Return rows ``[start, stop)`` of this rank's part as a C-contiguous array; a scalar is one row."""
+        if self.rows is not None:
+            return self.rows(start, stop)
+        return np.ascontiguousarray(self.read()).reshape(self.part_shape or (1,))[start:stop]
+
+    def held(self) -> StateTensor:
+        """Return this tensor with its current values: an update of the variable does not change them."""
+        array = np.ascontiguousarray(self.read())
+        return replace(self, read=lambda: array, rows=None)
 
 
 @dataclass
@@ -78,11 +94,11 @@ class State:
     """A flattened state. The first component of every name is its key in the mapping that was flattened.
 
     Attributes:
-        entries: its tensors by name.
+        tensors: its tensors by name.
         values: its plain values by name.
         restored: arrays and plain values that were restored, by name; all others are set in place.
     """
 
-    entries: dict[str, Entry] = field(default_factory=dict)
+    tensors: dict[str, StateTensor] = field(default_factory=dict)
     values: dict[str, Value] = field(default_factory=dict)
     restored: dict[str, Any] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from hvdkit.checkpoint.entries import Entry, State
+from hvdkit.checkpoint.entries import State, StateTensor
 from hvdkit.checkpoint.manifest import Manifest, TensorEntry
 from hvdkit.errors import CheckpointError
 
@@ -38,7 +38,7 @@ def match(manifest: Manifest, state: State, path: Path) -> dict[str, str]:
     """
     pairs: dict[str, str] = {}
     all_saved = _by_key(manifest.variables)
-    for key, current in _by_key(state.entries).items():
+    for key, current in _by_key(state.tensors).items():
         if key not in all_saved:
             raise CheckpointError(
                 f"{path}: contains no {key!r}, only {sorted(all_saved)}. Restore what was saved, or pass another logdir"
@@ -56,7 +56,7 @@ def match(manifest: Manifest, state: State, path: Path) -> dict[str, str]:
     return pairs
 
 
-def _match_by_name(current: Mapping[str, Entry], saved: Mapping[str, TensorEntry]) -> dict[str, str]:
+def _match_by_name(current: Mapping[str, StateTensor], saved: Mapping[str, TensorEntry]) -> dict[str, str]:
     """Match equal names, else names that are unique and equal without numbers; return {} if neither works."""
     if set(current) == set(saved):
         return {name: name for name in current}
@@ -67,7 +67,9 @@ def _match_by_name(current: Mapping[str, Entry], saved: Mapping[str, TensorEntry
     return {name: saved_by_bare_name[bare] for bare, name in by_bare_name.items()}
 
 
-def _match_by_position(current: Mapping[str, Entry], saved: Mapping[str, TensorEntry], path: Path) -> dict[str, str]:
+def _match_by_position(
+    current: Mapping[str, StateTensor], saved: Mapping[str, TensorEntry], path: Path
+) -> dict[str, str]:
     for name, saved_name in zip(current, saved, strict=False):
         if without_numbers(name) != without_numbers(saved_name):
             raise CheckpointError(
@@ -85,13 +87,13 @@ def _match_by_position(current: Mapping[str, Entry], saved: Mapping[str, TensorE
     return dict(zip(current, saved, strict=True))
 
 
-def _check_match(entry: Entry, saved: TensorEntry, name: str, path: Path) -> None:
-    is_same_array = entry.shape == saved.shape and entry.dtype == np.dtype(saved.dtype)
+def _check_match(tensor: StateTensor, saved: TensorEntry, name: str, path: Path) -> None:
+    is_same_array = tensor.shape == saved.shape and tensor.dtype == np.dtype(saved.dtype)
     # A table may be sharded at one number of ranks and replicated at another; both are one array.
-    if not is_same_array or (entry.kind != saved.kind and "per_rank" in (entry.kind, saved.kind)):
+    if not is_same_array or (tensor.kind != saved.kind and "per_rank" in (tensor.kind, saved.kind)):
         raise CheckpointError(
-            f"{path}: {name!r} was saved as {saved}, but is {entry.dtype.name}{list(entry.shape)} ({entry.kind}) here; "
-            "build the model that was saved, or pass another logdir"
+            f"{path}: {name!r} was saved as {saved}, but is {tensor.dtype.name}{list(tensor.shape)} ({tensor.kind}) "
+            "here; build the model that was saved, or pass another logdir"
         )
 
 

@@ -69,14 +69,14 @@ def agreed_state(state: Mapping[str, Any]) -> State:
         signatures = agreement.gather(exchange, "different states to save or restore", lambda: _signature(flattened))
         remedy = "build the same model on every rank"
         agreement.compare(signatures, "state", remedy, key=_without_numbers, show=_first_difference)
-        for entry, (name, *_) in zip(flattened.entries.values(), signatures[0], strict=False):
-            entry.name = name
-        flattened.entries = {entry.name: entry for entry in flattened.entries.values()}
+        for tensor, (name, *_) in zip(flattened.tensors.values(), signatures[0], strict=False):
+            tensor.name = name
+        flattened.tensors = {tensor.name: tensor for tensor in flattened.tensors.values()}
     return flattened
 
 
 def _signature(state: State) -> Signature:
-    tensors = [(e.name, e.kind, e.shape, e.dtype.name, e.partition) for e in state.entries.values()]
+    tensors = [(t.name, t.kind, t.shape, t.dtype.name, t.partition) for t in state.tensors.values()]
     return [*tensors, *((name, "value", (), "", None) for name in state.values)]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from hvdkit import cluster
 from hvdkit.checkpoint.chief_io import restore_through_chief
-from hvdkit.checkpoint.entries import Entry, State
+from hvdkit.checkpoint.entries import State, StateTensor
 from hvdkit.checkpoint.folder import clear_damage, record_damage
 from hvdkit.checkpoint.manifest import NAME, Manifest, shard_name
 from hvdkit.checkpoint.matching import match
@@ -112,47 +112,47 @@ def _restore_tensors(path: Path, manifest: Manifest, state: State, names: dict[s
     rank = cluster.rank()
     size = cluster.size()
     # The chief reads tensors that are equal on all ranks, and broadcasts them.
-    equal = [e for e in state.entries.values() if _is_equal_on_all_ranks(e, manifest, size)]
-    partitioned = [e for e in state.entries.values() if not _is_equal_on_all_ranks(e, manifest, size)]
+    equal = [t for t in state.tensors.values() if _is_equal_on_all_ranks(t, manifest, size)]
+    partitioned = [t for t in state.tensors.values() if not _is_equal_on_all_ranks(t, manifest, size)]
 
     def read() -> None:
         with Reader(path, manifest) as reader:
-            for entry in equal if rank == 0 else ():
-                _assign(entry, read_part(reader, entry, names[entry.name], 0, size))
-            for entry in () if gather else partitioned:
-                _assign(entry, read_part(reader, entry, names[entry.name], rank, size))
+            for tensor in equal if rank == 0 else ():
+                _assign(tensor, read_part(reader, tensor, names[tensor.name], 0, size))
+            for tensor in () if gather else partitioned:
+                _assign(tensor, read_part(reader, tensor, names[tensor.name], rank, size))
 
     run_on_all_ranks("tensors of a checkpoint", read)
     if gather:
         restore_through_chief(path, manifest, partitioned, names, _assign)
     if size > 1:
-        if variables := [e.variable for e in equal if e.variable is not None]:
+        if variables := [t.variable for t in equal if t.variable is not None]:
             broadcast_variables(variables)
-        for entry in equal:
-            if entry.variable is None:
-                entry.assign(np.asarray(broadcast(state.restored[entry.name] if rank == 0 else entry.read())))
+        for tensor in equal:
+            if tensor.variable is None:
+                tensor.assign(np.asarray(broadcast(state.restored[tensor.name] if rank == 0 else tensor.read())))
 
 
-def _is_equal_on_all_ranks(entry: Entry, manifest: Manifest, size: int) -> bool:
+def _is_equal_on_all_ranks(tensor: StateTensor, manifest: Manifest, size: int) -> bool:
     """Return True for replicated tensors, and for per-rank tensors that are reduced over the ranks that saved."""
-    is_reduced = entry.kind == "per_rank" and entry.resize != "keep" and size != manifest.size
-    return entry.kind == "replicated" or is_reduced
+    is_reduced = tensor.kind == "per_rank" and tensor.resize != "keep" and size != manifest.size
+    return tensor.kind == "replicated" or is_reduced
 
 
-def read_part(reader: Reader, entry: Entry, name: str, rank: int, size: int) -> np.ndarray | None:
+def read_part(reader: Reader, tensor: StateTensor, name: str, rank: int, size: int) -> np.ndarray | None:
     """Return the part of a tensor for ``rank`` of ``size`` (all of a replicated one), or None to keep its value."""
-    if entry.kind == "replicated":
+    if tensor.kind == "replicated":
         return reader.whole(name)
-    if entry.kind == "per_rank":
-        return reader.per_rank(name, rank, size, entry.resize)
-    assert entry.index is not None
-    return reader.sharded(name, entry.index, flat=entry.partition == FLAT)
+    if tensor.kind == "per_rank":
+        return reader.per_rank(name, rank, size, tensor.resize)
+    assert tensor.index is not None
+    return reader.sharded(name, tensor.index, flat=tensor.partition == FLAT)
 
 
-def _assign(entry: Entry, part: np.ndarray | None) -> None:
+def _assign(tensor: StateTensor, part: np.ndarray | None) -> None:
     if part is not None:
-        on_host = entry.variable is not None and "CPU" in entry.variable.device.upper()
-        entry.assign(tensor_of(part) if on_host else part)
+        on_host = tensor.variable is not None and "CPU" in tensor.variable.device.upper()
+        tensor.assign(tensor_of(part) if on_host else part)
 
 
 def _replace(name: str, item: Any, restored: Mapping[str, Any]) -> Any:

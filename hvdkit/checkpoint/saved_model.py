@@ -107,9 +107,9 @@ def _restore(path: Path, into: dict[str, Any]) -> None:
     state = flatten(into)
     names = match(manifest, state, path)
     with Reader(path, manifest) as reader:
-        for entry in state.entries.values():
-            part = read_part(reader, entry, names[entry.name], 0, 1)
+        for tensor in state.tensors.values():
+            part = read_part(reader, tensor, names[tensor.name], 0, 1)
             if part is not None:
-                entry.assign(part)
+                tensor.assign(part)
         needs_rank_values = any(value.per_rank for value in state.values.values())
         restore_values(path, manifest, state, reader.rank_values(0) if needs_rank_values else {}, 0)

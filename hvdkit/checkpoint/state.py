@@ -10,10 +10,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.checkpoint.entries import Entry, Kind, Resize, State, Value
+from hvdkit.checkpoint.entries import Allowed, Kind, Resize, State, StateTensor, Value
 from hvdkit.checkpoint.generators import numpy_state, python_state, state_to_json
 from hvdkit.checkpoint.schema import FieldError
-from hvdkit.checkpoint.tensorfile import Allowed, storable
+from hvdkit.checkpoint.tensorfile import storable
 from hvdkit.errors import CorruptCheckpointError, describe
 from hvdkit.sharding.shards import (
     AnyVariable,
@@ -253,7 +253,8 @@ def _add_variable(
 
     dtype = np.dtype(tf.as_dtype(inner.dtype).as_numpy_dtype)
     shape = tuple(inner.shape)
-    _add(state, Entry(name, kind, dtype, shape, read, inner.assign, resize=resize, variable=inner, allowed=allowed))
+    options = {"resize": resize, "variable": inner, "allowed": allowed}
+    _add(state, StateTensor(name, kind, dtype, shape, read, inner.assign, **options))
 
 
 def _array(tensor: tf.Tensor) -> np.ndarray:
@@ -271,7 +272,7 @@ def _add_sharded(state: State, name: str, item: ShardedState, allowed: Allowed) 
 
     variable = _variable_of(item)
     value = variable.value if isinstance(variable, keras.Variable) else variable
-    entry = Entry(
+    tensor = StateTensor(
         name,
         "sharded",
         np.dtype(tf.as_dtype(item.dtype).as_numpy_dtype),
@@ -285,7 +286,7 @@ def _add_sharded(state: State, name: str, item: ShardedState, allowed: Allowed) 
         writes=getattr(item, "is_writer", True),
         allowed=allowed,
     )
-    _add(state, entry)
+    _add(state, tensor)
 
 
 def _variable_of(item: ShardedState) -> AnyVariable | None:
@@ -301,7 +302,7 @@ def _add_array(state: State, name: str, array: np.ndarray) -> None:
         state.restored[name] = values
 
     # Copy: unlike a variable, an array is updated in place.
-    _add(state, Entry(name, "replicated", array.dtype, array.shape, array.copy, assign))
+    _add(state, StateTensor(name, "replicated", array.dtype, array.shape, array.copy, assign))
 
 
 def _add_generator(state: State, name: str, item: Any) -> bool:
@@ -328,14 +329,16 @@ def _add_generator(state: State, name: str, item: Any) -> bool:
     return True
 
 
-def _add(state: State, entry: Entry) -> None:
-    if not storable(entry.dtype):
+def _add(state: State, tensor: StateTensor) -> None:
+    if not storable(tensor.dtype):
         raise TypeError(
-            describe(f"state[{entry.name!r}]", f"dtype {entry.dtype}", "numbers or bool", "save it as numbers or JSON")
+            describe(
+                f"state[{tensor.name!r}]", f"dtype {tensor.dtype}", "numbers or bool", "save it as numbers or JSON"
+            )
         )
-    base = entry.name
+    base = tensor.name
     number = 1
-    while entry.name in state.entries:  # variables with the same name are numbered in order
+    while tensor.name in state.tensors:  # variables with the same name are numbered in order
         number += 1
-        entry.name = f"{base}~{number}"
-    state.entries[entry.name] = entry
+        tensor.name = f"{base}~{number}"
+    state.tensors[tensor.name] = tensor

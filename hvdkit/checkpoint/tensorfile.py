@@ -16,15 +16,16 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 import xxhash
 
 from hvdkit.checkpoint.bounds import DIMENSIONS, HEADER_BYTES, TOTAL_BYTES
+from hvdkit.checkpoint.entries import Allowed, StateTensor
 from hvdkit.checkpoint.files import checkpoint_errors, open_regular, read_errors
 from hvdkit.checkpoint.schema import FieldError, array, checked, choice, integer, json_of, mapping, text, typed
 from hvdkit.errors import CheckpointError, CorruptCheckpointError, NonFiniteError, describe
@@ -55,36 +56,9 @@ _DIGESTS = "xxh3_64 "  # prefix of the metadata key of a tensor's checksums
 # Bit patterns of infinity for 16-bit floats; NaNs are larger. NumPy's checks for these dtypes are 20 times slower.
 _INFINITY_BITS = {np.dtype(np.float16): 0x7C00, np.dtype(ml_dtypes.bfloat16): 0x7F80}
 
-Allowed = Literal["finite", "infinite", "any"]
-"""Floating-point values that a tensor may contain: finite only, also infinities, or also NaN."""
-
 
 class NonFiniteTensor(NonFiniteError):
     """A tensor contains a value that is not allowed; the message names the tensor and the value."""
-
-
-class OutgoingTensor(NamedTuple):
-    """A tensor to be written to a file.
-
-    Attributes:
-        name: its key.
-        dtype: its NumPy dtype.
-        shape: its shape; the first axis counts rows (a scalar is one row).
-        rows: returns rows ``[start, stop)`` as a C-contiguous array; called once for each block, in ascending order.
-        allowed: the floating-point values that it may contain; checked while it is written.
-    """
-
-    name: str
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    rows: Callable[[int, int], np.ndarray]
-    allowed: Allowed = "any"
-
-    @classmethod
-    def of(cls, name: str, array: np.ndarray, allowed: Allowed = "any") -> OutgoingTensor:
-        """Return ``array`` under ``name``; it is not copied, but read while the file is written."""
-        whole = np.ascontiguousarray(array).reshape(array.shape or (1,))
-        return cls(name, array.dtype, array.shape, lambda start, stop: whole[start:stop], allowed)
 
 
 class TensorLocation(NamedTuple):
@@ -143,14 +117,12 @@ def storable(dtype: np.dtype) -> bool:
     return np.dtype(dtype) in _NAMES
 
 
-def write_file(
-    path: Path, tensors: Sequence[OutgoingTensor], *, metadata: Mapping[str, str] | None = None
-) -> FileRecord:
+def write_file(path: Path, tensors: Sequence[StateTensor], *, metadata: Mapping[str, str] | None = None) -> FileRecord:
     """Write ``path`` and sync it to disk.
 
     Args:
         path: the file, which must not exist.
-        tensors: its content. Rows are requested in order, about 1 MiB at a time.
+        tensors: its content: this rank's part of each. Rows are read in order and once, about 1 MiB at a time.
         metadata: additional entries of the header's ``__metadata__``; the header's checksum covers them.
 
     Raises:
@@ -173,7 +145,7 @@ def write_file(
     return FileRecord(size, xxhash.xxh3_128_hexdigest(header), {n: x.checksum() for n, x in locations.items()})
 
 
-def _locations(tensors: Sequence[OutgoingTensor]) -> dict[str, TensorLocation]:
+def _locations(tensors: Sequence[StateTensor]) -> dict[str, TensorLocation]:
     locations = {}
     start = 0
     for tensor in tensors:
@@ -181,7 +153,7 @@ def _locations(tensors: Sequence[OutgoingTensor]) -> dict[str, TensorLocation]:
             raise TypeError(
                 describe(tensor.name, f"dtype {tensor.dtype}", "a dtype of the safetensors format", "convert it first")
             )
-        location = TensorLocation(tensor.dtype, tensor.shape, start, "")
+        location = TensorLocation(tensor.dtype, tensor.part_shape, start, "")
         locations[tensor.name] = location._replace(digests="0" * (16 * location.blocks))
         start += location.bytes
     return locations
@@ -201,9 +173,9 @@ def _header(locations: dict[str, TensorLocation], metadata: Mapping[str, str]) -
     return struct.pack("<Q", len(text)) + text
 
 
-def _write_tensor(file: Any, tensor: OutgoingTensor, location: TensorLocation) -> Iterator[str]:
+def _write_tensor(file: Any, tensor: StateTensor, location: TensorLocation) -> Iterator[str]:
     for first, last in _blocks(location, 0, location.blocks):
-        rows = tensor.rows(first, last)
+        rows = tensor.block(first, last)
         if (value := not_allowed(rows, tensor.allowed)) is not None:
             expected = "finite numbers" if tensor.allowed == "finite" else "no NaN"
             raise NonFiniteTensor(f"{tensor.name}: got {value} in rows {first} to {last - 1}, expected {expected}")

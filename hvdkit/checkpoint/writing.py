@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.checkpoint.bounds import manifest_bytes
-from hvdkit.checkpoint.entries import Entry, State
+from hvdkit.checkpoint.entries import State, StateTensor
 from hvdkit.checkpoint.files import atomic_file, checkpoint_errors, read_bounded, remove_folder
 from hvdkit.checkpoint.folder import commit, temporary_path
 from hvdkit.checkpoint.manifest import RANK_VALUES, REPLICATED, Manifest, Part, TensorEntry, shard_name
 from hvdkit.checkpoint.schema import Schema, array, checked, json_of, mapping, plain, too_many_values, typed
-from hvdkit.checkpoint.tensorfile import FileRecord, OutgoingTensor, write_file
+from hvdkit.checkpoint.tensorfile import FileRecord, write_file
 from hvdkit.errors import CheckpointError, NonFiniteError
 
 _MIN_POLL_SECONDS = 0.002
@@ -39,13 +39,12 @@ class Snapshot:
     """One rank's contribution to a checkpoint at a given step.
 
     Attributes:
-        entries: the state's tensors, in order, with this rank's part of each; replicated tensors have a part only on
-            the chief.
+        tensors: the state's tensors, in order; those that this rank writes have the values of that step.
         values: plain values, the same on all ranks.
         rank_values: plain values specific to this rank.
     """
 
-    entries: list[tuple[Entry, OutgoingTensor | None]] = field(default_factory=list)
+    tensors: list[StateTensor] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     rank_values: dict[str, Any] = field(default_factory=dict)
 
@@ -59,30 +58,22 @@ class Snapshot:
         ``in_place`` they are read in blocks of rows instead.
         """
 
-        def take(entry: Entry) -> OutgoingTensor | None:
-            if (entry.kind == "replicated" and rank != 0) or not entry.writes:
-                return None
-            if in_place and entry.rows is not None:
-                assert entry.index is not None
-                shape = tuple(len(axis) for axis in entry.index)
-                return OutgoingTensor(entry.name, entry.dtype, shape, entry.rows, entry.allowed)
-            return OutgoingTensor.of(entry.name, entry.read(), entry.allowed)
+        def take(tensor: StateTensor) -> StateTensor:
+            is_written = tensor.writes and (tensor.kind != "replicated" or rank == 0)
+            return tensor.held() if is_written and (tensor.rows is None or not in_place) else tensor
 
-        entries = [(entry, take(entry)) for entry in state.entries.values()]
+        tensors = [take(tensor) for tensor in state.tensors.values()]
         values = {name: v.read() for name, v in state.values.items() if not v.per_rank}
-        return cls(entries, values, {name: v.read() for name, v in state.values.items() if v.per_rank})
+        return cls(tensors, values, {name: v.read() for name, v in state.values.items() if v.per_rank})
 
-    def replicated_tensors(self) -> list[OutgoingTensor]:
+    def replicated_tensors(self) -> list[StateTensor]:
         """Return the tensors for the chief's file of replicated tensors."""
-        return [tensor for e, tensor in self.entries if e.kind == "replicated" and tensor is not None]
+        return [t for t in self.tensors if t.kind == "replicated"]
 
-    def shard_tensors(self) -> list[OutgoingTensor]:
+    def shard_tensors(self) -> list[StateTensor]:
         """Return the tensors for this rank's shard file; tensors without elements are omitted."""
-        return [
-            tensor
-            for e, tensor in self.entries
-            if e.kind != "replicated" and tensor is not None and (0 not in tensor.shape or e.kind == "per_rank")
-        ]
+        sharded = [t for t in self.tensors if t.kind != "replicated" and t.writes]
+        return [t for t in sharded if t.kind == "per_rank" or 0 not in t.part_shape]
 
     def metadata(self) -> dict[str, str]:
         """Return this rank's plain values as metadata for its shard file."""
@@ -93,7 +84,7 @@ class Snapshot:
 
     def indices(self) -> dict[str, Any]:
         """Return the index of this rank's part of each sharded tensor, for JSON."""
-        return {e.name: [(i.start, i.stop, i.step) for i in e.index] for e, _ in self.entries if e.index is not None}
+        return {t.name: [(i.start, i.stop, i.step) for i in t.index] for t in self.tensors if t.index is not None}
 
 
 class CancelledSaveError(CheckpointError):
@@ -254,21 +245,21 @@ def build_manifest(
     for report in reports:
         manifest.files |= report["files"]
     manifest.rank_values = list(snapshot.rank_values)
-    for entry, _ in snapshot.entries:
-        if entry.kind == "replicated":
-            parts = [Part(REPLICATED, files[REPLICATED].tensors[entry.name])]
+    for tensor in snapshot.tensors:
+        if tensor.kind == "replicated":
+            parts = [Part(REPLICATED, files[REPLICATED].tensors[tensor.name])]
         else:
             parts = [
-                Part(name, record.tensors[entry.name], _part_index(entry, report))
+                Part(name, record.tensors[tensor.name], _part_index(tensor, report))
                 for report in reports
                 for name, record in report["files"].items()
-                if entry.name in record.tensors
+                if tensor.name in record.tensors
             ]
-        manifest.variables[entry.name] = TensorEntry(
-            entry.kind, entry.shape, entry.dtype.name, tuple(parts), entry.partition
+        manifest.variables[tensor.name] = TensorEntry(
+            tensor.kind, tensor.shape, tensor.dtype.name, tuple(parts), tensor.partition
         )
     return manifest
 
 
-def _part_index(entry: Entry, report: dict[str, Any]) -> tuple[tuple[int, int, int], ...] | None:
-    return None if entry.index is None else tuple(tuple(axis) for axis in report["indices"][entry.name])
+def _part_index(tensor: StateTensor, report: dict[str, Any]) -> tuple[tuple[int, int, int], ...] | None:
+    return None if tensor.index is None else tuple(tuple(axis) for axis in report["indices"][tensor.name])

@@ -54,8 +54,8 @@ def restore_or_initialize(folder: Path, state: Callable[[], Mapping[str, Any]], 
             "repair one, e.g. from a backup; to start over on purpose, move that folder away or pass another logdir"
         )
         raise CorruptCheckpointError(describe("logdir", got, "a good checkpoint, or none", remedy))
-    entries = agreed_state(state()).entries.values()
-    broadcast_variables([e.variable for e in entries if e.kind == "replicated" and e.variable is not None])
+    tensors = agreed_state(state()).tensors.values()
+    broadcast_variables([t.variable for t in tensors if t.kind == "replicated" and t.variable is not None])
     return None
 
 

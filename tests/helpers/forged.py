@@ -15,7 +15,7 @@ import numpy as np
 
 import hvdkit as hk
 from helpers.faults import limited
-from hvdkit.checkpoint.entries import Entry, State
+from hvdkit.checkpoint.entries import Allowed, State, StateTensor
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.reading import Reader
 from hvdkit.checkpoint.writing import Save, Snapshot
@@ -29,15 +29,22 @@ TABLE = np.arange(14, dtype=np.float32).reshape(7, 2)
 """The table that :func:`save_as` writes with 7 rows."""
 
 
+def array_tensor(name: str, array: np.ndarray, allowed: Allowed = "any") -> StateTensor:
+    """Return ``array`` as a replicated tensor."""
+    return StateTensor(name, "replicated", array.dtype, array.shape, lambda: array, print, allowed=allowed)
+
+
 def state_of(rank: int, size: int, rows: int) -> State:
     """Return a weight, a table whose elements encode their position, a mean and a seed."""
     own = rows_of("mod", rows, rank, size)
     table = np.arange(rows * 2, dtype=np.float32).reshape(rows, 2)[own.start : own.stop : own.step]
     mean = np.full(3, float(rank), np.float32)
     entries = [
-        Entry("w", "replicated", np.dtype(np.float32), (5,), lambda: np.ones(5, np.float32), print),
-        Entry("table", "sharded", table.dtype, (rows, 2), lambda: table, print, index=(own, range(2)), partition="mod"),
-        Entry("mean", "per_rank", mean.dtype, (3,), lambda: mean, print, resize="mean"),
+        StateTensor("w", "replicated", np.dtype(np.float32), (5,), lambda: np.ones(5, np.float32), print),
+        StateTensor(
+            "table", "sharded", table.dtype, (rows, 2), lambda: table, print, index=(own, range(2)), partition="mod"
+        ),
+        StateTensor("mean", "per_rank", mean.dtype, (3,), lambda: mean, print, resize="mean"),
     ]
     return State({entry.name: entry for entry in entries})
 

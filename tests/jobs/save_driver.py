@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from hvdkit.checkpoint import tensorfile
-from hvdkit.checkpoint.entries import Entry, State
+from hvdkit.checkpoint.entries import State, StateTensor
 from hvdkit.checkpoint.folder import latest, prune, tidy
 from hvdkit.checkpoint.manifest import Manifest, step_of
 from hvdkit.checkpoint.reading import Reader
@@ -35,16 +35,16 @@ WORKERS = 6
 def state_of(value: float, rank: int, size: int) -> State:
     """Return a state with every element set to ``value``: replicated, sharded over the ranks, and one for each rank."""
 
-    def entry(name: str, kind, array: np.ndarray, shape: tuple[int, ...], index=None) -> Entry:
-        return Entry(name, kind, array.dtype, shape, lambda: array, lambda _: None, index=index, partition="mod")
+    def tensor(name: str, kind, array: np.ndarray, shape: tuple[int, ...], index=None) -> StateTensor:
+        return StateTensor(name, kind, array.dtype, shape, lambda: array, lambda _: None, index=index, partition="mod")
 
     rows = rows_of("mod", ROWS, rank, size)
-    entries = [
-        entry("w", "replicated", np.full(5, value), (5,)),
-        entry("table", "sharded", np.full((len(rows), 3), value), (ROWS, 3), (rows, range(3))),
-        entry("seed", "per_rank", np.full(2, value + rank), (2,)),
+    tensors = [
+        tensor("w", "replicated", np.full(5, value), (5,)),
+        tensor("table", "sharded", np.full((len(rows), 3), value), (ROWS, 3), (rows, range(3))),
+        tensor("seed", "per_rank", np.full(2, value + rank), (2,)),
     ]
-    return State(entries={e.name: e for e in entries})
+    return State(tensors={t.name: t for t in tensors})
 
 
 def rank_saves(target: Path, value: float, rank: int, size: int) -> None:

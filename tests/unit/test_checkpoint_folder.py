@@ -12,14 +12,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers.faults import edited, flip, limited
-from helpers.forged import save_as
+from helpers.forged import array_tensor, save_as
 
 import hvdkit as hk
 from hvdkit.checkpoint.coverage import coverage_problem
 from hvdkit.checkpoint.folder import clear_damage, list_checkpoints, prune, read_damage, record_damage, tidy
 from hvdkit.checkpoint.manifest import Manifest, Part, TensorEntry, step_name
 from hvdkit.checkpoint.reading import OPEN_FILES, Reader
-from hvdkit.checkpoint.tensorfile import NonFiniteTensor, OutgoingTensor, not_allowed, write_file
+from hvdkit.checkpoint.tensorfile import NonFiniteTensor, not_allowed, write_file
 from hvdkit.sharding.partition import rows_of
 
 VERSION_1 = Path(__file__).parent / "recorded" / "checkpoint-version-1"
@@ -283,10 +283,10 @@ def test_the_tensor_and_its_rows_are_named(tmp_path):
     rows = 40_000  # of 64 bytes: more than one block
     table = np.zeros((rows, 16), np.float32)
     table[rows - 5, 3] = np.inf
-    tensors = [OutgoingTensor.of("a", np.ones(3)), OutgoingTensor.of("table", table, "finite")]
+    tensors = [array_tensor("a", np.ones(3)), array_tensor("table", table, "finite")]
     with pytest.raises(NonFiniteTensor, match=r"table: got inf in rows 32768 to 39999, expected finite numbers"):
         write_file(tmp_path / "file", tensors)
-    write_file(tmp_path / "other", [OutgoingTensor.of("table", table, "infinite")])
+    write_file(tmp_path / "other", [array_tensor("table", table, "infinite")])
 
 
 def test_verify_finds_ranks_whose_values_are_missing(tmp_path):

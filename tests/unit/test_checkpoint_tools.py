@@ -22,7 +22,7 @@ from helpers.speed import WAIT
 
 import hvdkit as hk
 from hvdkit.checkpoint.coverage import coverage_problem
-from hvdkit.checkpoint.entries import Entry, State
+from hvdkit.checkpoint.entries import State, StateTensor
 from hvdkit.checkpoint.folder import record_damage
 from hvdkit.checkpoint.inspection import Inspection, Listing
 from hvdkit.checkpoint.manifest import Part, TensorEntry
@@ -53,27 +53,27 @@ CUT["tables/empty"] = ("mod", 0)
 VALUES = {"position": {"global_step": 12, "data": {"epoch": 1, "seen": [1, 2]}}}
 
 
-def entry_of(name: str, rank: int) -> Entry:
+def tensor_of(name: str, rank: int) -> StateTensor:
     array = GLOBAL[name]
     if name not in CUT:
-        return Entry(name, "replicated", array.dtype, array.shape, lambda: array, lambda _: None)
+        return StateTensor(name, "replicated", array.dtype, array.shape, lambda: array, lambda _: None)
     rule, axis = CUT[name]
     index = [range(n) for n in array.shape]
     index[axis] = rows_of(rule, array.shape[axis], rank, SIZE)
     mine = array[np.ix_(*index)]
     cut = {"index": tuple(index), "partition": rule}
-    return Entry(name, "sharded", array.dtype, array.shape, lambda: mine, lambda _: None, **cut)
+    return StateTensor(name, "sharded", array.dtype, array.shape, lambda: mine, lambda _: None, **cut)
 
 
-def seed_of(rank: int) -> Entry:
-    return Entry("seed/a b", "per_rank", np.dtype(np.uint32), (2,), lambda: np.array([rank, 9], np.uint32), print)
+def seed_of(rank: int) -> StateTensor:
+    return StateTensor("seed/a b", "per_rank", np.dtype(np.uint32), (2,), lambda: np.array([rank, 9], np.uint32), print)
 
 
 def write(target: Path, step: int) -> Path:
     """Save as three ranks do, in threads that exchange only files."""
     saves = []
     for rank in range(SIZE):
-        state = State({e.name: e for e in [*(entry_of(name, rank) for name in GLOBAL), seed_of(rank)]})
+        state = State({e.name: e for e in [*(tensor_of(name, rank) for name in GLOBAL), seed_of(rank)]})
         snapshot = Snapshot.of(state, rank)
         snapshot.values, snapshot.rank_values = dict(VALUES), {"random/python": [rank]}
         saves.append(Save(target, snapshot, step=step, rank=rank, size=SIZE, token="t").start())
@@ -451,10 +451,10 @@ def test_matching_costs_the_same_for_each_key():
     for keys in (100, 400):
         names = [f"array-{number}" for number in range(keys)]
         float32 = np.dtype(np.float32)
-        entries = {name: Entry(name, "replicated", float32, (2,), list, lambda _: None) for name in names}
+        tensors = {name: StateTensor(name, "replicated", float32, (2,), list, lambda _: None) for name in names}
         variables = {name: TensorEntry("replicated", (2,), "float32", ()) for name in names}
         manifest = SimpleNamespace(variables=variables, values={}, rank_values={})
-        found = match(manifest, State(entries=entries), Path("x"))
+        found = match(manifest, State(tensors=tensors), Path("x"))
         assert found == dict(zip(names, names, strict=True))
-        costs.append(instructions(lambda: match(manifest, State(entries=entries), Path("x"))))  # noqa: B023
+        costs.append(instructions(lambda: match(manifest, State(tensors=tensors), Path("x"))))  # noqa: B023
     assert costs[1] < 5 * costs[0], costs

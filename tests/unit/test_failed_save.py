@@ -12,8 +12,8 @@ import numpy as np
 from helpers.speed import WAIT
 
 import hvdkit as hk
+from hvdkit.checkpoint.entries import StateTensor
 from hvdkit.checkpoint.saving import all_ranks_done, progress_of
-from hvdkit.checkpoint.tensorfile import OutgoingTensor
 from hvdkit.checkpoint.writing import Save, Snapshot
 
 SIZE, SLOW, FULL = 3, 1, 2
@@ -25,14 +25,14 @@ class Disk(Snapshot):
     rank: int
     failure_is_known = threading.Event()
 
-    def shard_tensors(self) -> list[OutgoingTensor]:
+    def shard_tensors(self) -> list[StateTensor]:
         def rows(start: int, stop: int) -> np.ndarray:
             if self.rank == FULL:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             assert self.rank != SLOW or self.failure_is_known.wait(WAIT)
             return np.ones((stop - start, 2), np.float32)
 
-        return [OutgoingTensor("own", np.dtype(np.float32), (4, 2), rows)]
+        return [StateTensor("own", "per_rank", np.dtype(np.float32), (4, 2), print, print, rows=rows)]
 
 
 def start(target: Path, rank: int) -> Save:

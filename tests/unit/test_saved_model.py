@@ -31,7 +31,7 @@ def save(target: Path, models: list[keras.Model]) -> Path:
     """Save as ranks that hold ``models``, in threads that exchange only files."""
     saves = []
     for rank, model in enumerate(models):
-        snapshot = Snapshot.of(State(flatten({"model": model, "other": 1}).entries), rank)
+        snapshot = Snapshot.of(State(flatten({"model": model, "other": 1}).tensors), rank)
         saves.append(Save(target, snapshot, step=5, rank=rank, size=len(models), token="t").start())
     for one in saves:
         assert one.wait(WAIT) and one.error is None, one.error

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from helpers.cases import case
 from helpers.faults import flip
+from helpers.forged import array_tensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from hvdkit.checkpoint import tensorfile
-from hvdkit.checkpoint.tensorfile import BLOCK_BYTES, OutgoingTensor, TensorFile, storable, write_file
+from hvdkit.checkpoint.tensorfile import BLOCK_BYTES, TensorFile, storable, write_file
 from hvdkit.errors import CheckpointError, CorruptCheckpointError
 
 DTYPES = [np.dtype(d) for d in ("?", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8", "c8")]
@@ -35,7 +36,7 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def write(path, **arrays):
-    return write_file(path, [OutgoingTensor.of(name, array) for name, array in arrays.items()])
+    return write_file(path, [array_tensor(name, array) for name, array in arrays.items()])
 
 
 def test_every_dtype_of_the_format_is_tested():
