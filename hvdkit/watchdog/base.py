@@ -30,6 +30,7 @@ from hvdkit.watchdog.events import (
     Unwound,
     Watching,
     Welcome,
+    WriteLine,
 )
 from hvdkit.watchdog.lines import write_line
 from hvdkit.watchdog.rank_process import RankProcess
@@ -230,8 +231,14 @@ class Sentinel(ABC):
         elif isinstance(order, Release):
             self.released = True
             self.send_to_rank(order)
+        elif isinstance(order, WriteLine):
+            self.write_line(order.text)
         elif isinstance(order, End):
             self.end(order)
+
+    @abstractmethod
+    def write_line(self, text: str) -> None:
+        """Write a line to the rank's standard error, without waiting for its reader."""
 
     def end(self, order: End) -> None:
         """Ask the rank to end itself; end it if it cannot or misses the deadline."""

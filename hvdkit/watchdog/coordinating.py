@@ -13,7 +13,7 @@ from hvdkit.machine.limits import allow_files
 from hvdkit.watchdog.channel import Offer, Peer
 from hvdkit.watchdog.coordinator import Coordinator
 from hvdkit.watchdog.events import Connect, Joined, Message
-from hvdkit.watchdog.lines import Writer, write_line
+from hvdkit.watchdog.lines import write_line
 from hvdkit.watchdog.settings import WatchdogSettings
 from hvdkit.watchdog.watching import WatchingSentinel
 
@@ -35,7 +35,6 @@ class CoordinatingSentinel(WatchingSentinel):
         super().__init__(pid, started, connected)
         self.coordinator: Coordinator | None = None
         self._listeners = listeners
-        self._lines = Writer(2)
         process = processes.stat(pid)
         self._launcher = process.parent if process is not None else 0
         self._shell = shell_that_waits(self._launcher)

@@ -37,6 +37,7 @@ from hvdkit.watchdog.events import (
     Training,
     Unwound,
     Welcome,
+    WriteLine,
 )
 from hvdkit.watchdog.job_end import TEXTS, JobEnd
 from hvdkit.watchdog.leaving import LEAVE_SECONDS, LeavingRanks
@@ -437,8 +438,8 @@ class Coordinator:
                 self._lines.line(left.text)
             self._blame(left.member, Judged(cause=left.cause), left.member.raised_at)
             return
-        for line in self._left_behind.report(now):
-            self._lines.line(line)
+        for rank, line in self._left_behind.report(now):
+            self.members[rank].send(WriteLine(text=line))
 
     def _blame_hung(self, now: float) -> None:
         """Blame the rank that is furthest behind: the others wait for it."""

@@ -331,6 +331,13 @@ class GiveFlight(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WriteLine(Message):
+    """Write a line for the user to the rank's standard error."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class HoldOutput(Message):
     """Stop reading the program's output because the reader of ``hvdkit run`` has paused; or resume (``hold=False``)."""
 

@@ -82,33 +82,42 @@ class LeftBehind:
                     return Deserter(member=member, cause=cause, text=member.raised.text)
         return None
 
-    def report(self, now: float) -> Iterator[str]:
-        """Yield lines about who waits where and for whom, if ranks have waited long since the last report."""
+    def report(self, now: float) -> Iterator[tuple[int, str]]:
+        """Yield ranks with their lines about who waits where and for whom, if ranks have waited long since the last."""
         longest = now - next(iter(self._waiting.values()), now)
         if longest < self._next_report:
             return
         self._next_report = 2 * longest
         ranks = sorted(self._running)
         for rank in ranks[:_MOST_LINES]:
-            yield f"[rank {rank}] {self._describe(rank, now)} (on {self._running[rank].joined.host})"
+            yield rank, f"[rank {rank}] {self._describe(rank, now)}"
         if len(ranks) > _MOST_LINES:
-            yield f"hvdkit: {len(self._waiting)} of {len(ranks)} ranks wait; {len(ranks) - _MOST_LINES} are left out"
+            number = len(ranks) - _MOST_LINES
+            yield ranks[0], f"hvdkit: {len(self._waiting)} of {len(ranks)} ranks wait; {number} are left out"
 
     def _describe(self, rank: int, now: float) -> str:
         member = self._running[rank]
+        host = f" (on {member.joined.host})"
         if rank not in self._waiting:
-            does = "idle" if member.status.idle > _IDLE_SECONDS else "working"
-            does = f"busy: {member.status.busy}" if member.status.busy else does
-            raised = f"; it has raised {member.raised.cause}" if member.raised is not None else ""
-            leaves = "; its program has ended" if member.script_ended_at is not None or member.holding else ""
             last = f"; its last one was {member.status.last}" if member.status.last else ""
-            return f"is in no collective ({does}){raised}{leaves}{last}"
+            return f"{self._describe_missing(member)}{last}{host}"
         record = member.waits[0]
         participants = member.waits[0].participants
         missing = [other for other in self._running if other != rank and not self._has_entered(other, record)]
         awaited = sorted(other for other in missing if not participants or other in participants)
         names = f" for rank {', '.join(map(str, awaited[:4]))}{', ...' * (len(awaited) > 4)}" if awaited else ""
-        return f"has waited{names} for {now - self._waiting[rank]:.0f} s in {record}"
+        first = f"; rank {awaited[0]} {self._describe_missing(self._running[awaited[0]])}" if awaited else ""
+        return f"has waited{names} for {now - self._waiting[rank]:.0f} s in {record}{host}{first}"
+
+    def _describe_missing(self, member: Member) -> str:
+        """Describe what a rank does that has not entered a collective in which others wait."""
+        if member.waits:
+            return f"waits in {member.waits[0]}"
+        does = "idle" if member.status.idle > _IDLE_SECONDS else "working"
+        does = f"busy: {member.status.busy}" if member.status.busy else does
+        raised = f"; it has raised {member.raised.cause}" if member.raised is not None else ""
+        leaves = "; its program has ended" if member.script_ended_at is not None or member.holding else ""
+        return f"is in no collective ({does}){raised}{leaves}"
 
     def _has_entered(self, rank: int, record: CollectiveRecord) -> bool:
         return any(one.key == record.key for one in self._running[rank].waits)

@@ -52,6 +52,7 @@ class RunningSentinel(Sentinel):
         # Signals that other processes than `hvdkit run` sent to this one, and when.
         self._signals: list[tuple[int, float]] = []
         self._outputs: dict[int, int] = {}
+        self._is_within_line = False  # whether the last line on standard error is incomplete
         self._is_held = False  # `hvdkit run` does not accept output now
         wakeup, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -133,6 +134,13 @@ class RunningSentinel(Sentinel):
             self._is_held = order.hold
         super().obey(order)
 
+    def write_line(self, text: str) -> None:
+        """Send a line as output of the program: ``hvdkit run`` writes it to its own output and to the rank's log."""
+        if self.uplink is not None:
+            start = b"\n" * self._is_within_line
+            self._is_within_line = False
+            self.uplink.send(Output(STDERR, start + text.encode(errors="replace") + b"\n"))
+
     def _handle_signals(self, file: int) -> None:
         for number in os.read(file, 64):
             if number != signal.SIGCHLD:
@@ -164,7 +172,10 @@ class RunningSentinel(Sentinel):
         except OSError:  # a terminal whose writers are gone
             data = b""
         if data and self.uplink is not None:
-            self.uplink.send(Output(self._outputs[file], data))
+            channel = self._outputs[file]
+            if channel == STDERR:
+                self._is_within_line = not data.endswith(b"\n")
+            self.uplink.send(Output(channel, data))
         elif not data:
             self.selector.unregister(file)
             os.close(file)

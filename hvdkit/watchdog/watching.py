@@ -13,7 +13,7 @@ from hvdkit.machine import processes
 from hvdkit.watchdog.base import Sentinel
 from hvdkit.watchdog.channel import Offer, Unreachable, connect
 from hvdkit.watchdog.events import Connect, End, Exited, Joined, Left, Message
-from hvdkit.watchdog.lines import write_line
+from hvdkit.watchdog.lines import Writer, write_line
 from hvdkit.watchdog.rank_process import RankProcess
 
 # Seconds for rank 0 to replace its sentinel; and if its process still holds the port: on a busy host, that takes
@@ -36,6 +36,7 @@ class WatchingSentinel(Sentinel):
         self._started = started
         self._has_left = False
         self._connect: Connect | None = None
+        self._lines = Writer(2)  # this process has the rank's standard error
         self.attach_rank(connected)
         # Before Linux 5.3, or with Python built against an old C library, /proc is polled instead.
         with contextlib.suppress(OSError, AttributeError):
@@ -57,7 +58,12 @@ class WatchingSentinel(Sentinel):
             if not self.uplink.unsent and (code == 0 or self.released):
                 break
             self.turn(0.1)
+        self._lines.finish(_LAST_SECONDS)
         return 0
+
+    def write_line(self, text: str) -> None:
+        """Write a line to standard error."""
+        self._lines.line(text)
 
     def _process_ended(self, file: int) -> None:
         self.selector.unregister(file)

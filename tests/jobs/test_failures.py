@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from helpers.jobs import GLOO, MPI, run
+from helpers.jobs import GLOO, MPI, call, run
 
 from hvdkit import errors
 
@@ -109,3 +112,47 @@ def test_a_data_file_that_disappears_under_one_rank_ends_all(loop, tmp_path):
     assert job.code == 1, job.output
     last = [line for line in untagged(job.output) if line.startswith("hvdkit: ")][-1]
     assert re.search(r"rank 1 on \S+ failed.*: DataError: .*5\.csv has disappeared", last), job.output
+
+
+LATE = (
+    "import time, hvdkit as hk\nhk.init()\nimport tensorflow as tf\nstep = tf.function(lambda x: hk.allreduce(x))\n"
+    "for i in range(31):\n    time.sleep(45 if (i, hk.rank()) == (30, 1) else 0)\n    step(tf.ones([2]))\n"
+)
+
+
+def waits(folder, *launcher):
+    """Run a loop in which rank 1 takes one step 45 s after rank 0; return the output, and the files of each rank."""
+    done = call([*launcher, sys.executable, "-c", LATE], cwd=folder, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout
+    texts = ["", ""]
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        rank = re.search(r"rank[.-](\d)", str(path.relative_to(folder)))
+        assert rank is not None, path
+        texts[int(rank[1])] += path.read_text()
+    return done.stdout, texts
+
+
+@pytest.mark.nightly
+def test_each_rank_writes_where_it_waits_once_and_to_its_own_file(tmp_path):
+    launchers = {
+        "mpirun": ("mpirun", "--bind-to", "none", "-np", "2", "--output-filename", "files"),
+        "gloo": (*GLOO, "2", "--output-filename", "files"),
+        "run": ("hvdkit", "run", "-np", "2", "--logs", "files", "--"),
+    }
+    with ThreadPoolExecutor(2) as pool:
+        jobs = []
+        for name, launcher in launchers.items():
+            folder = tmp_path / name
+            folder.mkdir()
+            jobs.append(pool.submit(waits, folder, *launcher))
+    where = r"hvdkit\.allreduce of float32\(2,\) \(<string>:\d+\) \(on \S+\)"
+    lines = (
+        rf"\[rank 0\] has waited for rank 1 for 3\d s in {where}; rank 1 is in no collective \(\w+\)$",
+        rf"\[rank 1\] is in no collective \(\w+\); its last one was {where}$",
+    )
+    for job in jobs:
+        output, files = job.result()
+        for rank, line in enumerate(lines):
+            assert len(re.findall(line, output, re.MULTILINE)) == 1, output
+            assert len(re.findall(line, files[rank], re.MULTILINE)) == 1, files
+            assert not re.search(line, files[1 - rank], re.MULTILINE), files

@@ -36,6 +36,7 @@ from hvdkit.watchdog.events import (
     Status,
     Training,
     Unwound,
+    WriteLine,
 )
 from hvdkit.watchdog.flight_recorder import CollectiveRecord, ranks_text
 from hvdkit.watchdog.lines import Lines, Writer
@@ -58,6 +59,7 @@ class Job:
         self.now = 1000.0
         module.time = job_end.time = SimpleNamespace(monotonic=lambda: self.now)
         self.lines: list[str] = []
+        self.written: list[list[str]] = [[] for _ in range(size)]  # by the sentinel of each rank
         self.sent: list[list[Message]] = [[] for _ in range(size)]
         self.coordinator = Coordinator(
             size,
@@ -86,9 +88,11 @@ class Job:
         return self.coordinator.join(joined, lambda order: self.obey(rank, order), peer)
 
     def obey(self, rank: int, order: Message) -> None:
-        """Record an order; ranks have no collectives to send."""
+        """Record an order; ranks have no collectives to send. Their sentinels write lines, those of other ranks too."""
         if isinstance(order, GiveFlight):
             self.asked.append(rank)
+        elif isinstance(order, WriteLine):
+            self.written[rank].append(order.text)
         else:
             self.sent[rank].append(order)
 
@@ -356,20 +360,30 @@ def test_a_long_wait_is_reported_again_and_again_and_does_not_end_the_job():
     job.run(29)
     assert_goes_on(job)
     job.run(5)
-    assert job.lines == [
-        "[rank 0] has waited for rank 1 for 30 s in allreduce of sum (train.py:7) (on host-0)",
-        "[rank 1] is in no collective (working); its last one was allgather (train.py:3) (on host-0)",
+    here = "rank 1 is in no collective (working)"
+    assert job.written == [  # each rank's standard error has its own line, once
+        [f"[rank 0] has waited for rank 1 for 30 s in allreduce of sum (train.py:7) (on host-0); {here}"],
+        ["[rank 1] is in no collective (working); its last one was allgather (train.py:3) (on host-0)"],
     ]
     job.run(20)
-    assert len(job.lines) == 2
+    assert list(map(len, job.written)) == [1, 1]
     job.run(15)
-    assert len(job.lines) == 4 and "for 60 s" in job.lines[2]
+    assert list(map(len, job.written)) == [2, 2] and "for 60 s" in job.written[0][1]
     job.status[0] = Status()
     job.run(5)
     job.status[0] = in_graph("another", job.now)
     job.run(34)
-    assert len(job.lines) == 6 and "for 30 s in allreduce of another" in job.lines[4]
-    assert job.coordinator.verdict is None
+    assert list(map(len, job.written)) == [3, 3] and "for 30 s in allreduce of another" in job.written[0][2]
+    assert job.coordinator.verdict is None and not job.lines
+
+
+def test_a_long_wait_of_many_ranks_is_16_lines_and_their_number():
+    job = Job(MANY)
+    job.status = [in_graph("sum", job.now)] * (MANY - 1) + [Status()]
+    job.run(34)
+    counts = list(map(len, job.written))
+    assert counts == [2] + [1] * 15 + [0] * (MANY - 16)
+    assert job.written[0][1] == f"hvdkit: {MANY - 1} of {MANY} ranks wait; {MANY - 16} are left out"
 
 
 # ---- the end of scripts -------------------------------------------------------------------------------------------
@@ -752,8 +766,9 @@ def test_a_collective_that_a_late_rank_will_enter_is_waited_in():
     job = Job(3)
     job.status[0], job.status[1] = Status(waits=waits("a", (0, 1, 2))), Status(waits=waits("b", (1, 2)))
     job.run(60)
-    assert "[rank 0] has waited for rank 1, 2 for 30 s in a" in job.lines[0]
-    job.lines.clear()
+    assert job.written[0][0] == (
+        "[rank 0] has waited for rank 1, 2 for 30 s in a() (train.py:a) (on host-0); rank 1 waits in b() (train.py:b)"
+    )
     assert_goes_on(job)
     for rank in range(3):
         job.status[rank] = Status()

@@ -50,6 +50,7 @@ from hvdkit.watchdog.events import (
     Status,
     Training,
     Unwound,
+    WriteLine,
 )
 from hvdkit.watchdog.settings import RUN_VARIABLE
 
@@ -595,6 +596,20 @@ def test_a_sentinel_waits_for_that_of_rank_0_to_be_replaced_while_its_port_is_op
             made.selector.close()
 
 
+def test_a_sentinel_writes_lines_of_the_coordinator_to_the_standard_error_of_its_rank(capfd):
+    with subprocess.Popen(["sleep", "1000"]) as rank, socket.socketpair()[0] as ours:
+        made = watching.WatchingSentinel(rank.pid, 0, ours)
+        try:
+            with Job(2) as job:
+                made.join(connect_of(job), joined(1, 2))
+                wait_until(lambda: 1 in job.coordinator.members)
+                job.calls.put(lambda: job.coordinator.members[1].send(WriteLine(text="[rank 1] waits")))
+                wait_until(lambda: made.turn(0.1) or "[rank 1] waits\n" in capfd.readouterr().err)
+        finally:
+            rank.kill()
+            made.selector.close()
+
+
 def connect_of(job: Job) -> Connect:
     return Connect(rank=1, size=2, host="host-0", offer=str(job.offer), chief_host="host-0", speaks=False)
 
@@ -623,6 +638,18 @@ def test_the_end_of_a_rank_is_reported_though_a_child_process_keeps_writing():
         wait_until(lambda: member.exited is not None)
         assert member.exited.code == -signal.SIGSEGV
         assert any(b"begun" in data for _, data in job.output)
+
+
+def test_a_line_of_the_coordinator_is_output_of_the_rank_and_begins_at_the_start_of_a_line():
+    """So hvdkit run writes it once, and to the rank's log."""
+    with running("printf half >&2; exec sleep 1000") as (job, member):
+        wait_until(lambda: job.output[0, b"half"])
+        for _ in range(2):
+            job.calls.put(lambda: member.send(WriteLine(text="[rank 0] waits")))
+        wait_until(lambda: sum(job.output.values()) == 3)
+        assert job.output == {(0, b"half"): 1, (0, b"\n[rank 0] waits\n"): 1, (0, b"[rank 0] waits\n"): 1}
+        job.calls.put(lambda: member.send(End(code=1)))
+        wait_until(lambda: member.exited is not None)
 
 
 def test_what_child_processes_write_after_the_end_of_the_rank_is_read():
