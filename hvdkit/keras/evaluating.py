@@ -12,8 +12,10 @@ from hvdkit.keras.global_batch_shares import GlobalBatchShares
 from hvdkit.keras.inputs import DataPair, FitData, check_batch_size_of_model, prepare_data
 from hvdkit.keras.keras_callbacks import CallbackList
 from hvdkit.keras.own_methods import call_own, has_own, keras_method
+from hvdkit.keras.strategies import outside_strategy
 
 
+@outside_strategy()
 def evaluate(
     model: keras.Model,
     x: Any = None,

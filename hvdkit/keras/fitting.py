@@ -21,9 +21,11 @@ from hvdkit.keras.keras_callbacks import CallbackList
 from hvdkit.keras.model_optimizers import warn_of_float8, warn_of_repeated_rows
 from hvdkit.keras.own_methods import call_own, has_own, keras_method
 from hvdkit.keras.source_checks import warn_of_sums
+from hvdkit.keras.strategies import outside_strategy
 from hvdkit.keras.supervisor_callback import SupervisorCallback
 
 
+@outside_strategy()
 def fit(
     model: keras.Model,
     x: Any = None,

@@ -6,7 +6,7 @@ import json
 import random
 import secrets
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -23,7 +23,7 @@ from hvdkit.internals import ArrayDataAdapter, DataAdapter, PyDatasetAdapter, co
 from hvdkit.keras.array_shares import ArrayShares
 from hvdkit.keras.global_batch_shares import GlobalBatchShares
 from hvdkit.keras.shares import DataRank, LateAdapter, Shares, first_tensor
-from hvdkit.keras.strategies import check_no_scope
+from hvdkit.keras.strategies import check_no_scope, undistributed
 
 DataPair = tuple[Shares, Shares | None]
 """Shares of the data, and of the validation data if there are any."""
@@ -57,6 +57,8 @@ class FitData:
         Raises:
             ValueError: Keras does not accept the data, or the global batch has fewer rows than there are ranks.
         """
+        if (x := undistributed(self.x, self.argument)) is not self.x:
+            return replace(self, x=x).shares()
         if isinstance(self.x, GlobalBatches):
             return self._global_batch_shares(self.x)
         if isinstance(self.x, FileSource | Mixture):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from hvdkit import cluster
 from hvdkit.cluster.agreement import compare, gather
 from hvdkit.cluster.logs import warn_once
 from hvdkit.collectives.ops import ReduceOp
+from hvdkit.collectives.weak_registry import Attached
 from hvdkit.errors import describe
 from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.optimizer.copies import Original
@@ -33,7 +35,7 @@ def distribute_optimizers(model: Any) -> None:
     wrapped: dict[int, Any] = {}
     for owner in _owners(model):
         for name, value in list(vars(owner).items()):
-            new_value = _distributed(value, wrapped)
+            new_value = _distributed(value, wrapped, model)
             if new_value is not value:
                 setattr(owner, name, new_value)
     config = getattr(model, "_compile_config", None)
@@ -215,7 +217,42 @@ def _items(value: Any) -> Iterable[Any]:
     return items if len(items) <= _MAX_OPTIMIZERS else ()
 
 
-def _distributed(value: Any, wrapped: dict[int, Any]) -> Any:
+class _KnownCopy(NamedTuple):
+    """The copy with which ``hk.fit`` has replaced an optimizer.
+
+    Attributes:
+        copy: a distributed optimizer.
+        model: a reference to the model that it trains.
+        steps: the iteration count of the original when it was copied.
+    """
+
+    copy: Any
+    model: weakref.ref[Any]
+    steps: int
+
+
+# Stored on the original, which the copy references.
+_COPIES: Attached[_KnownCopy] = Attached("_hvdkit_copy")
+
+
+def _copy_for(model: Any, optimizer: Any) -> Any:
+    """Return a distributed copy of an optimizer: the earlier one if the model was compiled with it again.
+
+    As in Keras, the optimizer then continues with its slots and iteration count.
+    """
+    known = _COPIES.get(optimizer)
+    if known is not None and known.model() is model:
+        is_shared = known.copy.iterations is optimizer.iterations  # also counts the copy's steps
+        if not optimizer.built if is_shared else int(np.asarray(optimizer.iterations)) == known.steps:
+            return known.copy
+    steps = int(np.asarray(optimizer.iterations))
+    copy = distribute(optimizer)
+    copy._hvdkit_original = Original(optimizer, _rate(optimizer))
+    _COPIES.set(optimizer, _KnownCopy(copy, weakref.ref(model), steps))
+    return copy
+
+
+def _distributed(value: Any, wrapped: dict[int, Any], model: Any) -> Any:
     """Return an attribute with its optimizers wrapped; ``wrapped`` has those so far, by the id of the original."""
     if isinstance(value, DistributedMixin):
         if value._hvdkit.op != ReduceOp.Average:
@@ -224,10 +261,9 @@ def _distributed(value: Any, wrapped: dict[int, Any]) -> Any:
         return value
     if isinstance(value, keras.optimizers.Optimizer):
         if id(value) not in wrapped:
-            wrapped[id(value)] = new = distribute(value)
-            new._hvdkit_original = Original(value, _rate(value))
+            wrapped[id(value)] = _copy_for(model, value)
         return wrapped[id(value)]
-    items = [_distributed(item, wrapped) for item in _items(value)]
+    items = [_distributed(item, wrapped, model) for item in _items(value)]
     if all(new is old for new, old in zip(items, _items(value), strict=True)):
         return value
     # Return a plain container; Keras tracks it again on assignment.

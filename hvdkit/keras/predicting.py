@@ -16,9 +16,11 @@ from hvdkit.keras.inputs import DataPair, FitData, check_batch_size_of_model, pr
 from hvdkit.keras.keras_callbacks import CallbackList
 from hvdkit.keras.own_methods import call_own, has_own, keras_method
 from hvdkit.keras.row_gathering import gather_rows, kind_of, number_of_local_rows
+from hvdkit.keras.strategies import outside_strategy
 from hvdkit.keras.train_steps import OUTPUTS_REMEDY
 
 
+@outside_strategy()
 def predict(
     model: keras.Model,
     x: Any,

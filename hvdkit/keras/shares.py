@@ -332,7 +332,7 @@ class Shares(DataAdapter):
     def _global_dataset(self) -> tf.data.Dataset:
         """Return the complete global batches for a single rank; the map only repacks its input, at no cost."""
         dataset = self.inner.get_tf_dataset()
-        is_tuple = isinstance(dataset.element_spec, tuple)
+        is_tuple = type(dataset.element_spec) is tuple  # tf.data does not unpack a NamedTuple
         if self._parts is None:
             return dataset.map(lambda *element: (element if is_tuple else element[0], {}))
         division = BatchDivision(dataset.element_spec, self._parts, self.data_rank)

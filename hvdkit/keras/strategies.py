@@ -6,19 +6,38 @@ process for each device: it trains the first copy of each variable and ignores t
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.eager import context
 
-from hvdkit.cluster import is_chief
+from hvdkit.cluster import is_chief, size
 from hvdkit.cluster.logs import warn_once
 from hvdkit.errors import HvdkitError, describe
 
-_REMEDY = "remove strategy.scope(): hk.fit distributes the training"
+_REMEDY = "remove strategy.scope(): hvdkit's ranks replace the strategy"
+
+
+@contextlib.contextmanager
+def outside_strategy() -> Iterator[None]:
+    """On one rank, leave the caller's ``strategy.scope()`` in this context, with a warning.
+
+    A scope is a property of TensorFlow's default graph, also in eager mode, so another default graph has none.
+    """
+    if not tf.distribute.has_strategy() or size() > 1:
+        yield
+        return
+    _warn(f"a call inside the scope of {type(tf.distribute.get_strategy()).__name__}")
+    with tf.Graph().as_default(), context.eager_mode():
+        yield
 
 
 def check_no_scope() -> None:
     """Check that the caller is not inside ``strategy.scope()``, where new variables would belong to the strategy.
+
+    On one rank it never is: see :func:`outside_strategy`.
 
     Raises:
         HvdkitError: it is.
@@ -26,6 +45,23 @@ def check_no_scope() -> None:
     if tf.distribute.has_strategy():
         got = f"a call inside the scope of {type(tf.distribute.get_strategy()).__name__}"
         raise HvdkitError(describe("tf.distribute", got, "a call outside of it", _REMEDY))
+
+
+def undistributed(data: Any, argument: str) -> Any:
+    """Return the data; on one rank, the dataset that a strategy has distributed, with its global batches.
+
+    Raises:
+        HvdkitError: on several ranks, a strategy has distributed the data.
+    """
+    if not isinstance(data, tf.distribute.DistributedDataset):
+        return data
+    if size() > 1:
+        got = f"a {type(data).__name__} of tf.distribute"
+        remedy = "pass the dataset itself: hvdkit's ranks replace the strategy"
+        raise HvdkitError(describe(argument, got, "a tf.data.Dataset", remedy))
+    _warn(f"{argument} was distributed by a strategy")
+    make_dataset = getattr(data, "_dataset_fn", None)  # of distribute_datasets_from_function
+    return data._original_dataset if make_dataset is None else make_dataset(tf.distribute.InputContext())
 
 
 def leave_strategy(model: Any, optimizers: list[Any]) -> None:
@@ -39,8 +75,7 @@ def leave_strategy(model: Any, optimizers: list[Any]) -> None:
     if strategy is None:
         return
     if is_chief():
-        name = type(strategy).__name__
-        warn_once(f"tf.distribute: the model was built under {name}, which is ignored; {_REMEDY}")
+        _warn(f"the model was built under {type(strategy).__name__}")
     variables = [*model.variables, *model.metrics_variables, *(v for each in optimizers for v in each.variables)]
     for variable in variables:
         if isinstance(value := getattr(variable, "_value", None), tf.distribute.DistributedValues):
@@ -52,3 +87,7 @@ def leave_strategy(model: Any, optimizers: list[Any]) -> None:
     object.__setattr__(model, "_distribute_strategy", None)
     for name in ("train_function", "test_function", "predict_function"):
         object.__setattr__(model, name, None)
+
+
+def _warn(what: str) -> None:
+    warn_once(f"tf.distribute: {what}, which is ignored; {_REMEDY}")

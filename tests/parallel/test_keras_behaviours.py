@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import NamedTuple
+
 import keras
 import numpy as np
 import pytest
@@ -381,32 +384,112 @@ def test_stopping_within_training_evaluation_and_prediction(rng):
     assert stops[1].batches == stops[0].batches == 9
 
 
-def test_a_model_built_under_a_strategy(rng):
+class Normalized(keras.Model):
+    """A model without shapes: the first step creates its variables."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.dense = layers.BatchNormalization(synchronized=True), layers.Dense(1)
+
+    def call(self, x, training=False):
+        return self.dense(self.norm(x, training=training))
+
+
+def test_a_strategy_that_was_left_in_the_program(rng):
+    """One rank ignores it, wherever it is. Several do if only the model was built in it."""
     x, y = line(rng, 22)
-    models = []
-    for scope in (False, True):
+    options = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
+
+    def build():
         keras.utils.set_random_seed(SEED)
-        if scope:
-            with tf.distribute.MirroredStrategy().scope():
-                model = keras.Sequential(
-                    [keras.Input((3,)), layers.BatchNormalization(synchronized=True), layers.Dense(1)]
-                )
-                model.compile("adam", "mse", metrics=["mae"])
-                with pytest.raises(hk.HvdkitError, match=r"scope of MirroredStrategy, .*remove strategy\.scope\(\)"):
-                    hk.fit(model, x, y, verbose=0)
-        else:
-            model = keras.Sequential([keras.Input((3,)), layers.BatchNormalization(), layers.Dense(1)])
-            model.compile("adam", "mse", metrics=["mae"])
-        models.append(model)
-    one, many = models
-    for _ in range(2):
-        expected = one.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
-        same_logs(hk.fit(many, x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history, expected)
-    same_weights(many, one, rtol=1e-3, atol=1e-4)
-    hk.compare_variables(many.variables)
-    found = hk.predict(many, x, verbose=0)
-    np.testing.assert_allclose(found, one.predict(x, verbose=0), rtol=1e-3, atol=1e-4)
-    np.testing.assert_allclose(many.evaluate(x, y, verbose=0), hk.evaluate(many, x, y, verbose=0), rtol=1e-4)
+        return Normalized()
+
+    def compiled(model):
+        model.compile("adam", "mse", metrics=["mae"])
+        return model
+
+    one = compiled(build())
+    expected = [one.fit(x, y, **options).history for _ in range(2)]
+    # Where the scope is: around the model, compile, the calls of hk.fit, hk.evaluate and hk.predict.
+    for places in ((1, 0, 0), (1, 1, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1)):
+        strategy = tf.distribute.MirroredStrategy()
+        around = [strategy.scope if place else contextlib.nullcontext for place in places]
+        with around[0]():
+            many = build()
+        with around[1]():
+            compiled(many)
+        with around[2]():
+            calls = (hk.fit, hk.evaluate, lambda *args, **options: hk.predict(args[0], args[1], **options))
+            for call in calls if places[2] and hk.size() > 1 else ():
+                words = r"scope of MirroredStrategy, .*remove strategy\.scope\(\): hvdkit's ranks replace the strategy"
+                with pytest.raises(hk.HvdkitError, match=words):
+                    call(many, x, y, verbose=0)
+            if places[2] and hk.size() > 1:
+                continue
+            for wanted in expected:
+                same_logs(hk.fit(many, x, y, **options).history, wanted)
+            same_weights(many, one, rtol=1e-3, atol=1e-4)
+            hk.compare_variables(many.variables)
+            found = hk.predict(many, x, verbose=0)
+            np.testing.assert_allclose(found, one.predict(x, verbose=0), rtol=1e-3, atol=1e-4)
+            np.testing.assert_allclose(many.evaluate(x, y, verbose=0), hk.evaluate(many, x, y, verbose=0), rtol=1e-4)
+
+
+def test_data_that_a_strategy_has_distributed(rng):
+    x, y = line(rng, 22)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+    strategy = tf.distribute.MirroredStrategy()
+    for data in (
+        strategy.experimental_distribute_dataset(dataset),
+        strategy.distribute_datasets_from_function(lambda _: dataset),
+    ):
+        with raises_on_several(hk.HvdkitError, r"x: got a Distributed.*, expected a tf\.data\.Dataset; pass the data"):
+            one, expected = plain(dense, dataset)
+            many, found = ported(dense, data)
+            same_logs(found, expected)
+            same_weights(many, one)
+
+
+def test_an_optimizer_that_is_compiled_again_continues(rng):
+    """With its slots and steps, as in Keras; also one with a function as learning rate."""
+    x, y = line(rng, 22)
+    for make in (lambda: keras.optimizers.Adam(0.1), lambda: keras.optimizers.Adam(lambda: 0.1)):
+        results = []
+        for fit in (keras.Model.fit, hk.fit):
+            keras.utils.set_random_seed(SEED)
+            model, optimizer = dense(), make()
+            for _ in range(2):
+                model.compile(optimizer, "mse")
+                history = fit(model, x, y, batch_size=8, shuffle=False, verbose=0).history
+            results.append((history, model))
+        same_logs(results[1][0], results[0][0])
+        same_weights(results[1][1], results[0][1])
+        assert int(results[1][1].optimizer.iterations) == int(results[0][1].optimizer.iterations) == 6
+
+
+class Example(NamedTuple):
+    """The elements of a dataset."""
+
+    x: tf.Tensor
+    y: tf.Tensor
+
+
+class OfExamples(keras.Sequential):
+    """A model whose batches are ``Example``s."""
+
+    def train_step(self, data):
+        return super().train_step((data.x, data.y))
+
+
+def test_batches_may_be_named_tuples(rng):
+    dataset = tf.data.Dataset.from_tensor_slices(Example(*line(rng, 22))).batch(8)
+
+    def build():
+        model = OfExamples([keras.Input((3,)), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        return model
+
+    compare(build, dataset, epochs=2)
 
 
 # ---- models with their own methods -----------------------------------------------------------------------------------
@@ -461,8 +544,8 @@ def test_a_model_may_have_its_own_methods(rng):
 
     model = Kept([keras.Input((3,)), layers.Dense(1)])
     model.compile("sgd", "mse")
-    with pytest.raises(hk.HvdkitError, match=r"^model: got Kept\.fit, .*; call super\(\)\.fit"):
-        hk.fit(model, x, y, verbose=0)
+    with raises_on_several(hk.HvdkitError, r"^model: got Kept\.fit, .*; call super\(\)\.fit"):
+        assert len(hk.fit(model, x, y, verbose=0).history["loss"]) == 1
 
 
 def test_a_stateful_rnn_is_built_for_the_rows_of_a_rank(rng):
