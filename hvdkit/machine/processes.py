@@ -26,6 +26,7 @@ class Stat(NamedTuple):
         parent: PID of its parent.
         seconds: CPU time, including that of children it has waited for.
         started: start time in clock ticks since boot. Together with the PID it uniquely identifies a process.
+        resident: pages of memory.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Stat(NamedTuple):
     parent: int
     seconds: float
     started: int
+    resident: int
 
 
 def stat(pid: int, thread: int | None = None) -> Stat | None:
@@ -40,10 +42,10 @@ def stat(pid: int, thread: int | None = None) -> Stat | None:
     text = _read(f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat")
     head, _, rest = text.rpartition(")")
     fields = rest.split()
-    if len(fields) < 20:
+    if len(fields) < 22:
         return None
     seconds = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-    return Stat(head.partition("(")[2], fields[0], int(fields[1]), seconds, int(fields[19]))
+    return Stat(head.partition("(")[2], fields[0], int(fields[1]), seconds, int(fields[19]), int(fields[21]))
 
 
 def is_over(pid: int, started: int) -> bool:

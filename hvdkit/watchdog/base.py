@@ -68,6 +68,7 @@ class Sentinel(ABC):
         self._reported_at = self._checked_at = 0.0
         self._max_records = 0
         self._late: Exiting | None = None  # a late exit whose stacks have been requested
+        self._last_late: Exiting | None = None  # the last one that was reported
         self._late_stacks = "its stacks are unknown: it no longer runs Python; MPI may be waiting for another rank"
         self._turned_at = time.monotonic()
 
@@ -119,9 +120,8 @@ class Sentinel(ABC):
         if now - self._checked_at >= _POLL_SECONDS and not self.rank.has_ended:
             self._checked_at = now
             has_changed = self.rank.check_stopped(now)
-        if self.rank.exits_late(now):
-            self._late = self.rank.exiting
-            self.rank.exiting = None
+        if self.rank.exits_late(now) and self.rank.exiting is not self._last_late:
+            self._late = self._last_late = self.rank.exiting
             self.timers[self._report_late_exit] = now + _STACKS_SECONDS if self.send_to_rank(GiveStacks()) else now
         if self.welcome is None:
             return
@@ -278,10 +278,14 @@ class Sentinel(ABC):
         cause = f"{late.doing} for {late.seconds:g} s after the end of its script (HVDKIT_EXIT_SECONDS)"
         text = "\n".join(tag + line for line in self._late_stacks.splitlines())
         if not late.is_bounded:
-            write_line(f"{text}\n{tag}hvdkit: rank {late.rank} has not exited: {cause}; the job waits for it")
+            waits = "the job waits as long as a rank works"
+            write_line(f"{text}\n{tag}hvdkit: rank {late.rank} has not exited: {cause}; {waits}")
         elif not self.report(Failed(cause=cause, verb="did not exit", text=text, step=self.rank.step)):
             write_line(f"{text}\nhvdkit: rank {late.rank} did not exit: {cause}")
             self.end(End(code=1))
 
     def _report_no_stacks(self) -> None:
+        if self.rank.leaving is not None:
+            self.report(Stacks(text="it no longer runs Python, so its stacks are unknown", waiting=True))
+            return
         self.report(Stacks(text="it does not answer, so its stacks are unknown"))

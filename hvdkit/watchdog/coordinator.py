@@ -241,9 +241,9 @@ class Coordinator:
         member.raised = member.raised if status.has_raised else None
         self._left_behind.note(member, now)
         patience = self.settings.patience
-        if patience and status.idle > patience and member.is_running:
-            longest = None if self._longest_idle is None else self.members[self._longest_idle]
-            if longest is None or longest.status.idle < status.idle:
+        if patience and (status.is_late or status.idle > patience) and member.is_running:
+            longest = None if self._longest_idle is None else self.members[self._longest_idle].status
+            if longest is None or (not longest.is_late, longest.idle) < (not status.is_late, status.idle):
                 self._longest_idle = member.rank
 
     def _handle_exit(self, member: Member, message: Exited, now: float) -> None:
@@ -421,9 +421,12 @@ class Coordinator:
         if rank is None or rank not in self._running:
             return
         patience = self.settings.patience
-        idle = self.members[rank].status.idle
+        longest = self.members[rank].status
         running = self._running.values()
-        is_long = idle > _WAITING_FACTOR * patience or all(member.status.idle > patience for member in running)
+        is_long = not longest.is_late and longest.idle > _WAITING_FACTOR * patience
+        has_all = len(self.members) == self._size and not self._lost_ranks
+        if not is_long and (has_all or not longest.is_late):
+            is_long = all(member.status.is_late or member.status.idle > patience for member in running)
         if is_long and not any(member.status.busy for member in running):
             self._longest_idle = rank
             self._stacks_due = now + _STACKS_SECONDS
@@ -458,7 +461,8 @@ class Coordinator:
             self._lines.line(text)
         whose = f"{TEXTS}" if len(stacks) > TEXTS else "all"
         cause = f"no progress for {idle:.0f} s{where}; the stacks of {whose} ranks are above"
-        self._blame(self.members[culprit], Judged(cause=cause, verb="hangs", dead=True), now - idle)
+        verb = "did not exit" if status[culprit].is_late else "hangs"
+        self._blame(self.members[culprit], Judged(cause=cause, verb=verb, dead=True), now - idle)
 
     def _blame(self, member: Member, judged: Judged, since: float) -> None:
         """Record that a rank cannot continue since this time, unless that is recorded already."""

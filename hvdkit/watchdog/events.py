@@ -114,6 +114,7 @@ class Status(Message):
         in_graph: collectives of a graph in which the rank has waited for some seconds without computing, by key.
         last: the last collective, if the rank has ended it some time ago.
         has_raised: whether the rank has completed no collective since its last :class:`Raised`.
+        is_late: whether the rank's script has ended, and its exit takes longer than it may if no rank moves.
         now: host's monotonic clock when this was sent, in seconds.
     """
 
@@ -126,6 +127,7 @@ class Status(Message):
     in_graph: list[CollectiveRecord] = field(default_factory=list)
     last: str = ""
     has_raised: bool = False
+    is_late: bool = False
     now: float = 0.0
 
 
@@ -187,6 +189,7 @@ class Exiting(Message):
         rank: its number.
         doing: e.g. "Horovod is shutting down".
         seconds: limit for it; 0: none.
+        patience: limit for handlers without progress; 0: none.
         is_bounded: whether the job ends at the limit. Otherwise only stacks are written: the rank may run handlers of
             the user, and these may take long.
     """
@@ -194,6 +197,7 @@ class Exiting(Message):
     rank: int
     doing: str
     seconds: float
+    patience: float
     is_bounded: bool
 
 

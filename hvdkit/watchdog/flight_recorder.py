@@ -24,9 +24,10 @@ _SLOT_BYTES = 768
 _BEGIN = 4096
 # Thread ID of the training thread; steps trained (-1: not counted); number of the last collective; eager collectives
 # begun; number of the eager collective that the rank is in (0: none), and since when, by the host's monotonic clock in
-# seconds; when the training thread was last seen inside a graph, after the graph's collectives had been recorded.
-_STATE = struct.Struct("qqQQQdd")
-_THREAD, _STEP, _LAST, _COUNT, _WAIT, _SINCE, _IN_GRAPH = range(7)
+# seconds; when the training thread was last seen inside a graph, after the graph's collectives had been recorded; when
+# this process last ran Python in another thread.
+_STATE = struct.Struct("qqQQQddd")
+_THREAD, _STEP, _LAST, _COUNT, _WAIT, _SINCE, _IN_GRAPH, _PYTHON = range(8)
 # Number, steps trained, start and end (0: not yet) by the host's monotonic clock in seconds, bytes, length of the text.
 _SLOT = struct.Struct("QqddQQ")
 _END = 3
@@ -109,6 +110,7 @@ class RecorderState:
         waiting: number of the eager collective that the rank is in, or 0.
         since: when that collective began, or the last one ended, by the host's monotonic clock.
         in_graph: when the training thread was last seen inside a graph, by the same clock; 0: not at the last look.
+        python: when the process last ran Python, by the same clock. It no longer does once the interpreter has ended.
     """
 
     thread: int
@@ -118,6 +120,7 @@ class RecorderState:
     waiting: int
     since: float
     in_graph: float = 0.0
+    python: float = 0.0
 
 
 class FlightRecorder:
@@ -148,7 +151,7 @@ class FlightRecorder:
         self._counts = view.cast("Q")
         self._signed = view.cast("q")
         self._times = view.cast("d")
-        _STATE.pack_into(self._memory, 0, threading.get_native_id(), -1, 0, 0, 0, time.monotonic(), 0.0)
+        _STATE.pack_into(self._memory, 0, threading.get_native_id(), -1, 0, 0, 0, time.monotonic(), 0.0, 0.0)
 
     def begin_world(self) -> None:
         """Count eager collectives from 0 again: ``hk.init()`` was called again, on all ranks."""
@@ -225,6 +228,10 @@ class FlightRecorder:
     def set_in_graph(self, is_inside: bool) -> None:
         """Record whether the training thread is inside a graph whose collectives have just been recorded."""
         self._times[_IN_GRAPH] = time.monotonic() if is_inside else 0.0
+
+    def note_python(self) -> None:
+        """Record that this process runs Python."""
+        self._times[_PYTHON] = time.monotonic()
 
     def in_thread(self) -> None:
         """Record the calling thread as the training thread."""
@@ -303,7 +310,7 @@ class FlightReader:
 
     def state(self) -> RecorderState:
         """Return the rank's progress."""
-        thread, step, number, count, waiting, since, in_graph = _STATE.unpack_from(self._memory)
+        thread, step, number, count, waiting, since, in_graph, python = _STATE.unpack_from(self._memory)
         return RecorderState(
             thread=thread,
             step=None if step < 0 else step,
@@ -312,6 +319,7 @@ class FlightReader:
             waiting=waiting,
             since=since,
             in_graph=in_graph,
+            python=python,
         )
 
     def record(self, number: int) -> CollectiveRecord | None:

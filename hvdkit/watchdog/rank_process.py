@@ -21,6 +21,8 @@ _RECENT = 256
 _MOST_PENDING = 16
 # Seconds after which the last collective is reported, for messages about ranks that wait for this one.
 _LAST_SECONDS = 15.0
+# Pages by which the memory of a process that ends has to change to count as progress.
+_CHANGED_PAGES = 256
 
 
 class RankProcess:
@@ -48,6 +50,8 @@ class RankProcess:
         self.leaving: Leaving | None = None
         self.exiting: Exiting | None = None
         self.exiting_since = 0.0
+        self._resident = 0  # pages of its memory when that last changed during its exit, and when this was
+        self._resident_since = 0.0
         self.raised_at: float | None = None
         self.has_ended = False
         self._reader: FlightReader | None = None
@@ -122,6 +126,25 @@ class RankProcess:
             return False
         return bool(self.exiting.seconds) and now - self.exiting_since > self.exiting.seconds
 
+    def _idle_at_exit(self, state: RecorderState, idle: float, now: float) -> float:
+        """Return for how long the rank's exit has made no progress, or 0 if that is within the limits.
+
+        Handlers of the user may take long while they compute, transfer data or wait for a child process. Without
+        Python, only the process's memory is freed, and libraries end; MPI computes while it waits for other ranks.
+        """
+        exiting = self.exiting
+        if exiting is None or exiting.is_bounded or not exiting.seconds:
+            return 0.0
+        process = processes.stat(self.pid)
+        if process is not None and abs(process.resident - self._resident) > _CHANGED_PAGES:
+            self._resident = process.resident
+            self._resident_since = now
+        without_python = now - max(self.exiting_since, self._resident_since, state.python)
+        if without_python > exiting.seconds:
+            return without_python
+        idle = min(idle, now - self.exiting_since)
+        return idle if exiting.patience and idle > exiting.patience else 0.0
+
     def _note_progress(self, now: float) -> None:
         if self._activity is not None:
             self._activity.note_progress(now)
@@ -142,7 +165,8 @@ class RankProcess:
             waits = self._reader.record(state.waiting)
         in_graph = self._waits_in_graph(state, now) if idle > _WAITED_SECONDS and not state.waiting else []
         self._forget_raised()
-        idle = 0.0 if self.busy is not None or self.leaving is not None or stopped is not None else idle
+        idle = self._idle_at_exit(state, idle, now) if self.leaving is not None else idle
+        idle = 0.0 if self.busy is not None or stopped is not None else idle
         return Status(
             step=state.step,
             idle=idle,
@@ -153,6 +177,7 @@ class RankProcess:
             in_graph=in_graph,
             last=self._last_ended(state, now),
             has_raised=self.raised_at is not None,
+            is_late=self.leaving is not None and idle > 0.0,
             now=now,
         )
 

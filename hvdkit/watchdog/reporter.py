@@ -92,7 +92,7 @@ class Reporter:
         self._thread_ident = threading.main_thread().ident or 0  # of the training thread
         self._rank = self._restarts = 0
         self._check_interval = WatchdogSettings().check_interval
-        self._exit_seconds = 0.0
+        self._exit_seconds = self._patience = 0.0
         self._status_reader = report_exit_status()
         os.register_at_fork(after_in_child=self._close_in_child)
 
@@ -117,6 +117,7 @@ class Reporter:
         settings = WatchdogSettings.from_environment()
         self._check_interval = settings.check_interval
         self._exit_seconds = seconds(EXIT)
+        self._patience = settings.patience
         self._under_run = self._under_run or self._adopt_sentinel()
         if self._under_run or launched.size == 1 or not settings.heartbeat:
             return ""
@@ -230,6 +231,7 @@ class Reporter:
         ready = select.poll()  # select.select does not accept descriptors above 1,023
         ready.register(connected, select.POLLIN)
         while True:
+            self.recorder.note_python()
             try:
                 if not ready.poll(self._check_interval * 1000):
                     self._resume_sentinel()
@@ -436,7 +438,9 @@ class Reporter:
             doing: what it does, as the cause in a message.
             is_bounded: end the job then.
         """
-        self.send(Exiting(rank=self._rank, doing=doing, seconds=self._exit_seconds, is_bounded=is_bounded))
+        patience = self._patience
+        limit = self._exit_seconds
+        self.send(Exiting(rank=self._rank, doing=doing, seconds=limit, patience=patience, is_bounded=is_bounded))
 
     def await_others(self) -> bool:
         """After :meth:`leave`: wait a limited time for the other ranks; return True if all scripts have ended.

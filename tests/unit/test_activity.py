@@ -17,7 +17,7 @@ from helpers.speed import wait_until
 from hvdkit.machine import processes
 from hvdkit.watchdog.activity import Activity
 from hvdkit.watchdog.base import Sentinel
-from hvdkit.watchdog.events import Training
+from hvdkit.watchdog.events import Exiting, Leaving, Training
 from hvdkit.watchdog.flight_recorder import FlightReader, FlightRecorder, RecorderState
 from hvdkit.watchdog.rank_process import RankProcess
 
@@ -188,6 +188,63 @@ def test_a_rank_that_was_stopped_has_not_been_idle(watched):
     assert rank.check_stopped(now + 701.0)
     status = rank.status(now + 703.0)
     assert status.stopped is None and status.idle == pytest.approx(2.0)
+
+
+SHRINKS = """
+import sys
+memory = bytearray(2**26)
+print(1, flush=True)
+sys.stdin.read(1)
+del memory
+print(2, flush=True)
+sys.stdin.read()
+"""
+
+
+def exits(rank: RankProcess, now: float, seconds: float = 120.0) -> None:
+    doing = "handlers of atexit have been ending"
+    rank.leaving = Leaving()
+    rank.exiting = Exiting(rank=0, doing=doing, seconds=seconds, patience=600.0, is_bounded=False)
+    rank.exiting_since = now
+
+
+def test_when_the_end_of_a_rank_is_late(watched):
+    """Python's end is seen from outside: what runs afterwards has a shorter limit than handlers of the user."""
+    _, rank, recorder, now = watched
+    exits(rank, now)
+    seen = [rank.status(now + seconds) for seconds in (0.0, 119.0, 121.0, 300.0)]
+    assert [status.is_late for status in seen] == [False, False, True, True]
+    assert [status.idle for status in seen] == pytest.approx([0.0, 0.0, 121.0, 300.0], abs=0.1)
+
+    # Python runs: a handler is idle, and has a thread that waits in a collective
+    struct.pack_into("<d", recorder._memory, 56, now + 599.0)
+    assert not rank.status(now + 599.0).is_late
+    struct.pack_into("<d", recorder._memory, 56, now + 601.0)
+    assert rank.status(now + 601.0).is_late
+    rank.busy = "uploading"
+    status = rank.status(now + 2000.0)
+    assert not status.is_late and status.idle == 0.0
+    rank.busy = None
+    exits(rank, now, seconds=0.0)  # not limited
+    assert not rank.status(now + 2000.0).is_late
+
+
+def test_a_rank_that_frees_its_memory_ends_in_time():
+    child = subprocess.Popen([sys.executable, "-c", SHRINKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with child:
+        child.stdout.readline()
+        recorder, now = FlightRecorder(), time.monotonic()
+        struct.pack_into("<q", recorder._memory, 0, child.pid)
+        rank = RankProcess(child.pid)
+        rank._reader = FlightReader(recorder.file)
+        rank.begin_training(Training(pid=child.pid, waiters=[]), now)
+        exits(rank, now)
+        assert not rank.status(now).is_late and rank.status(now + 121.0).is_late
+        child.stdin.write(b"x")
+        child.stdin.flush()
+        child.stdout.readline()
+        assert not rank.status(now + 122.0).is_late and rank.status(now + 243.0).is_late
+        child.kill()
 
 
 def test_a_rank_was_not_idle_while_its_sentinel_was_stopped_too(watched):

@@ -745,6 +745,43 @@ def test_other_ranks_wait_six_times_as_long_for_one_that_works():
     assert job.coordinator.verdict.rank == 1
 
 
+def test_late_exits_of_all_ranks_are_a_failure_and_those_of_some_are_not():
+    late = Status(step=3, idle=121.0, is_late=True)
+    job = Job(3, patience=600.0)
+    for rank in range(3):
+        job.say(rank, Leaving())
+    job.status = [late, Status(step=3), late]  # the handlers of rank 1 work
+    job.run(4000)
+    assert_goes_on(job)
+    job.status[0] = Status(step=3, idle=9000.0, is_late=True)
+    job.run(10)
+    assert_goes_on(job)
+    job.status[1] = late
+    job.run(2.3)
+    for rank in range(3):
+        job.say(rank, Stacks(text="it no longer runs Python", where="in f, a.py:1" * (rank == 1), waiting=rank != 1))
+    job.run(0.5)
+    why = "no progress for 9000 s (in f, a.py:1); the stacks of all ranks are above"
+    assert job.line == f"hvdkit: rank 1 on host-0 did not exit at step 3: {why}"
+    assert [job.heard(rank, End) for rank in range(3)] == [1, 1, 1]
+
+
+def test_late_exits_do_not_shorten_the_limits_of_ranks_that_train():
+    late = Status(step=3, idle=5000.0, is_late=True)
+    job = Job(3, patience=60.0)
+    job.say(0, Leaving(keeps_horovod=True))
+    job.status = [late, Status(step=3, idle=0.5), Status(step=3, idle=61.0)]
+    job.run(10)
+    assert_goes_on(job)
+    job.status[2] = Status(step=3, idle=361.0)  # not hidden by the longer idle time of rank 0
+    job.run(8)
+    assert job.coordinator.verdict is not None and "hangs at step 3" in job.line
+    job = Job(3, patience=60.0)
+    job.status = [late, late, Status(step=3, idle=61.0)]  # a thread of rank 2 does not end
+    job.run(8)
+    assert job.coordinator.verdict is not None
+
+
 # ---- ranks that wait for each other -------------------------------------------------------------------------------
 
 
