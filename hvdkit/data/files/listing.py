@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 _WILDCARDS = re.compile(r"[*?[]")
 _LISTING = 10  # times as long: a folder of a store may have a million files
-# What a file system reports of a file's version: local ones have the first.
-_VERSIONS = "mtime", "ETag", "etag", "LastModified", "Last-Modified", "updated"
+# What a file system reports of a file's version: GCS has the first, local ones have the second.
+_VERSIONS = "generation", "mtime", "ETag", "etag", "LastModified", "Last-Modified", "updated"
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
@@ -32,7 +32,8 @@ class File(NamedTuple):
     Attributes:
         url: The path of a local file; ``protocol://...`` of a remote one.
         size: In bytes.
-        version: What changes with the content: the modification time, or an object store's tag. "" if unknown.
+        version: What changes with the content: the modification time, or an object store's tag or generation. "" if
+            unknown.
     """
 
     url: str

@@ -30,8 +30,8 @@ class _Request(Protocol):
 def read_range(filesystem: AbstractFileSystem, name: str, file: File, start: int, stop: int) -> bytes:
     """Return the bytes ``start`` to ``stop`` of a remote file.
 
-    The answers of HTTP servers, S3 and GCS are checked for their range, the length of the whole file, and its tag;
-    those of other file systems for their length.
+    The answers of HTTP servers, S3 and GCS are checked for their range, the length of the whole file, and its tag or
+    generation; those of other file systems for their length.
 
     Raises:
         DataError: The answer is another range, or of another version of the file.
@@ -102,6 +102,9 @@ async def _from_s3(filesystem: Any, name: str, file: File, start: int, stop: int
 
 async def _from_gcs(filesystem: Any, name: str, file: File, start: int, stop: int) -> bytes:
     headers, data = await filesystem._call("GET", filesystem.url(name), headers=_range(start, stop))
+    generation = headers.get("X-Goog-Generation", file.version)
+    if file.version.isdigit() and generation != file.version:  # otherwise it is a time
+        raise _changed(file, "generation", generation)
     _check(file, start, stop, headers.get("Content-Range"), headers.get("ETag"))
     return bytes(data)
 
@@ -121,7 +124,7 @@ async def _received(read: Callable[[int], Awaitable[bytes]], size: int) -> bytes
 def _check(file: File, start: int, stop: int, content_range: str | None, tag: str | None) -> None:
     """Raise DataError if an answer is another range than the requested one, or of another version of the file."""
     if tag and file.version.endswith('"') and _strong(tag) != _strong(file.version):  # otherwise it is a time
-        raise DataError(f"{file.url} has changed since it was listed: its tag was {file.version}, then {tag}")
+        raise _changed(file, "tag", tag)
     if content_range is None:
         if (start, stop) != (0, file.size):
             raise _without_ranges(file, start, stop)
@@ -134,6 +137,10 @@ def _check(file: File, start: int, stop: int, content_range: str | None, tag: st
         got = f"an answer with {content_range!r}"
         expected = f"'bytes {start}-{stop - 1}/{file.size}', as requested"
         raise DataError(describe(file.url, got, expected, _COPY))
+
+
+def _changed(file: File, what: str, then: str) -> DataError:
+    return DataError(f"{file.url} has changed since it was listed: its {what} was {file.version}, then {then}")
 
 
 def _strong(tag: str) -> str:
