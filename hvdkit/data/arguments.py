@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from hvdkit import cluster
 from hvdkit.cluster.logs import get_logger
 from hvdkit.data.arrays import ArraySource
+from hvdkit.data.batch_plan import BatchPlan, Source
 from hvdkit.data.files.source import FileSource
 from hvdkit.data.growth import GrowingFiles, Growth
 from hvdkit.data.mixtures import Mixture
-from hvdkit.data.order import Mode, Remainder, Shuffle
+from hvdkit.data.order import Mode, RankRows, Remainder, Shuffle
 from hvdkit.data.stream import StreamSource
 from hvdkit.errors import describe, integer
 
-Source = ArraySource | FileSource | Mixture | StreamSource
 STREAM_BUFFER = 10_000
 """Default size of a stream's shuffle buffer, in examples."""
 BLOCK_BUFFER = 2**18
 """Default number of examples in the windows of all lanes: see :mod:`hvdkit.data.block_order`."""
 LANES = 16
 """Default number of lanes; ranks whose number divides it read no block twice."""
-
-
-def remainder(value: Any) -> Remainder:
-    """Return ``value`` if it is a valid ``remainder``, else raise ValueError."""
-    if value not in get_args(Remainder):
-        raise ValueError(describe("remainder", value, "'pad' or 'drop'", "choose one of the two"))
-    return value
 
 
 def world(rank: int | None, size: int | None) -> tuple[int, int]:
@@ -82,15 +75,48 @@ def growing_files(growth: Any, source: Source) -> GrowingFiles | None:
     return GrowingFiles(growth, source, source)
 
 
-def shuffle_of(
+class OrderArguments(NamedTuple):
+    """The arguments of ``GlobalBatches`` about the order of examples."""
+
+    seed: int | None
+    mode: Mode
+    buffer: int | None
+    interleave: int | None
+
+
+def rank_rows(rank: int, size: int, global_batch_size: Any) -> RankRows:
+    """Return the rows of a rank, after checking the size of a global batch."""
+    batch_size = integer("global_batch_size", global_batch_size, minimum=1)
+    if batch_size < size:
+        expected = f"at least {size}, the number of ranks"
+        remedy = "raise it, or start fewer ranks: each needs an example in every batch"
+        raise ValueError(describe("global_batch_size", batch_size, expected, remedy))
+    return RankRows(rank, size, batch_size)
+
+
+def plan_of(
     source: Source,
-    batch_size: int,
-    seed: int | None,
-    mode: Mode,
-    buffer: int | None,
-    interleave: int | None,
-) -> Shuffle:
+    rows: RankRows,
+    given: OrderArguments,
+    *,
+    epochs: int | None,
+    remainder: Remainder,
+    growth: Growth | None,
+) -> BatchPlan:
+    """Return the plan of the other arguments of ``GlobalBatches``, after checking them."""
+    epochs = None if epochs is None else integer("epochs", epochs, minimum=1)
+    if remainder not in get_args(Remainder):
+        raise ValueError(describe("remainder", remainder, "'pad' or 'drop'", "choose one of the two"))
+    shuffle = shuffle_of(source, rows.batch_size, given)
+    if rows.rank == 0 and isinstance(source, FileSource | Mixture):
+        warn_about_reading(source, shuffle, rows.batch_size, rows.size)
+    files = growing_files(growth, source)
+    return BatchPlan.of(source, rows, shuffle=shuffle, remainder=remainder, epochs=epochs, files=files)
+
+
+def shuffle_of(source: Source, batch_size: int, given: OrderArguments) -> Shuffle:
     """Return the checked arguments about the order of examples, with the defaults of the source."""
+    seed, mode, buffer, interleave = given
     seed = None if seed is None else integer("shuffle_seed", seed, minimum=0)
     buffer = None if buffer is None else integer("shuffle_buffer", buffer, minimum=1)
     if mode not in get_args(Mode):

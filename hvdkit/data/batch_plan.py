@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from hvdkit.data import order
+from hvdkit.data.arrays import ArraySource
+from hvdkit.data.files.source import FileSource
+from hvdkit.data.growth import GrowingFiles
+from hvdkit.data.mixtures import Mixture
 from hvdkit.data.stream import StreamSource
 from hvdkit.errors import describe, integer
 
-if TYPE_CHECKING:
-    from hvdkit.data.arguments import Source
-    from hvdkit.data.growth import GrowingFiles
+Source = ArraySource | FileSource | Mixture | StreamSource
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,13 @@ class BatchPlan:
         )
         return plan if files is None else plan.with_files(files)
 
+    def __str__(self) -> str:
+        """Return the sizes, for messages."""
+        return (
+            f"examples={self.source.examples}, global_batch_size={self.batch_size}, shuffle_seed={self.shuffle.seed}, "
+            f"remainder={self.remainder!r}"
+        )
+
     @property
     def batch_size(self) -> int:
         """B, over all ranks."""
@@ -96,13 +106,9 @@ class BatchPlan:
     @property
     def is_even(self) -> bool:
         """True if all ranks are known to have the same number of real examples in every batch, without filler."""
-        return self.has_full_batches and self.batch_size % self.rank_rows.size == 0
-
-    @property
-    def has_full_batches(self) -> bool:
-        """True if no batch is known to be short."""
         examples = self.source.examples
-        return self.remainder == "drop" or (examples is not None and examples % self.batch_size == 0)
+        are_full = self.remainder == "drop" or (examples is not None and examples % self.batch_size == 0)
+        return are_full and self.batch_size % self.rank_rows.size == 0
 
     # ---- the rows ----------------------------------------------------------------------------------------------
 
@@ -163,8 +169,15 @@ class BatchPlan:
             assert_length = "dataset.apply(tf.data.experimental.assert_cardinality(n))"
             remedy = f"read a whole epoch first, or give the length: {assert_length}"
             raise ValueError(describe("global_step", global_step, f"at most {read}, the batches read so far", remedy))
-        epoch, step = (0, global_step) if steps is None else divmod(global_step - self.first_step, steps)
-        return {"epoch": self.first_epoch + epoch, "step": step, "global_step": global_step, **self.identity()}
+        return self.state_of(self.first_epoch, global_step - self.first_step)
+
+    def state_of(self, epoch: int, step: int) -> dict[str, Any]:
+        """Return the state to save at a position, whose step may be beyond the end of the epoch."""
+        global_step = self.global_step(epoch, step)
+        if self.steps_per_epoch is not None:
+            epoch += step // self.steps_per_epoch
+            step %= self.steps_per_epoch
+        return {"epoch": epoch, "step": step, "global_step": global_step, **self.identity}
 
     def checked_position(
         self, epoch: Any, step: Any, epoch_name: str = "epoch", step_name: str = "step"
@@ -191,8 +204,9 @@ class BatchPlan:
 
     # ---- what determines the order -----------------------------------------------------------------------------
 
+    @cached_property
     def identity(self) -> dict[str, Any]:
-        """Return the settings that, with the data, determine the global order. JSON-compatible; part of the state."""
+        """The settings that, with the data, determine the global order. JSON-compatible; part of the state."""
         return {
             "seed": self.shuffle.seed,
             "examples": self.source.examples,

@@ -9,23 +9,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import optree
 
-from hvdkit.cluster.logs import get_logger
 from hvdkit.cluster.progress import spending
-from hvdkit.data import arguments, order
+from hvdkit.data import arguments, keras_dataset, order
 from hvdkit.data.aligned import tensor_of
-from hvdkit.data.arrays import ArraySource
 from hvdkit.data.batch_plan import BatchPlan
-from hvdkit.data.files.source import FileSource
 from hvdkit.data.growth import Growth
-from hvdkit.data.keras_dataset import batches_at_once, keras_dataset, weighted, weighted_spec
-from hvdkit.data.mixtures import Mixture
-from hvdkit.data.reader import Reader, read_epoch, read_on
-from hvdkit.errors import describe, integer
+from hvdkit.data.position import DataPosition
+from hvdkit.data.reader import Reader, read_epoch
+from hvdkit.errors import describe
 
 if TYPE_CHECKING:
     import tensorflow as tf
-
-_Convert = Callable[[Any, list[int], int], Any]  # maps batches, their numbers of real examples, and their digest
 
 
 class GlobalBatches(Iterator[Any]):
@@ -71,9 +65,6 @@ class GlobalBatches(Iterator[Any]):
             cluster.
         size: N; default: that of the cluster.
 
-    Attributes:
-        plan: Which rows of which global batches are read: a value that is shared, and replaced when files are added.
-
     Raises:
         TypeError: The data does not consist of arrays, or has object arrays; an argument has the wrong type, or is not
             for this kind of data.
@@ -98,6 +89,8 @@ class GlobalBatches(Iterator[Any]):
         (0, 1, [0.0])
         >>> batches.epoch, batches.step, batches.steps_per_epoch, batches.available_epochs, batches.is_even
         (0, 3, 3, 1, False)
+        >>> batches.plan.batch_size, batches.plan.remainder
+        (2, 'pad')
     """
 
     def __init__(
@@ -119,32 +112,19 @@ class GlobalBatches(Iterator[Any]):
         size: int | None = None,
     ):
         rank, size = arguments.world(rank, size)
-        batch_size = integer("global_batch_size", global_batch_size, minimum=1)
-        epochs = None if epochs is None else integer("epochs", epochs, minimum=1)
-        remainder = arguments.remainder(remainder)
-        if batch_size < size:
-            expected = f"at least {size}, the number of ranks"
-            remedy = "raise it, or start fewer ranks: each needs an example in every batch"
-            raise ValueError(describe("global_batch_size", batch_size, expected, remedy))
         source = arguments.source(arrays_or_source, map_fn)
-        order_of_epochs = arguments.shuffle_of(source, batch_size, shuffle_seed, shuffle, shuffle_buffer, interleave)
-        if rank == 0 and isinstance(source, FileSource | Mixture):
-            arguments.warn_about_reading(source, order_of_epochs, batch_size, size)
+        given = arguments.OrderArguments(shuffle_seed, shuffle, shuffle_buffer, interleave)
+        rows = arguments.rank_rows(rank, size, global_batch_size)
+        plan = arguments.plan_of(source, rows, given, epochs=epochs, remainder=remainder, growth=growth)
         if with_sample_weight:
-            arguments.require_pairs(source)
-        self.plan = BatchPlan.of(
-            source,
-            order.RankRows(rank, size, batch_size),
-            shuffle=order_of_epochs,
-            remainder=remainder,
-            epochs=epochs,
-            files=arguments.growing_files(growth, source),
-        )
+            arguments.require_pairs(plan.source)
+        self._rows = plan.local_rows
+        self._size = size
         self._with_sample_weight = with_sample_weight
         self._as_tensors = as_tensors
         self._weights: tuple[int, Any] = (0, None)  # cache: the last global_count, and its sample_weight
-        self._epoch = self._step = 0  # position of the next batch
-        self._restores = self._epoch_yielded = 0
+        self._position = DataPosition(plan)
+        self._epoch_yielded = 0
         self._count: int | None = None  # b of the batch just yielded
         self._reader: Reader | None = None
 
@@ -152,9 +132,8 @@ class GlobalBatches(Iterator[Any]):
         return self
 
     def __next__(self) -> Any:
-        while self._reader is not None or self.plan.has_epoch(self._epoch):
-            with spending("input"):
-                batch = self._read()
+        while self._reader is not None or self._position.has_batches:
+            batch = self._read()
             if batch is not None:
                 return batch
         raise StopIteration
@@ -173,9 +152,8 @@ class GlobalBatches(Iterator[Any]):
             [[[0, 1], [2, 3]], [[0, 1], [2, 3]]]
         """
         has_yielded = False
-        while self._reader is not None or self.plan.has_epoch(self._epoch):
-            with spending("input"):
-                batch = self._read()
+        while self._reader is not None or self._position.has_batches:
+            batch = self._read()
             if batch is not None:
                 has_yielded = True
                 yield batch
@@ -184,16 +162,18 @@ class GlobalBatches(Iterator[Any]):
 
     def __copy__(self) -> GlobalBatches:
         other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__, _reader=None)  # an open reader can advance one iterator only
+        # An open reader can advance one iterator only.
+        other.__dict__.update(self.__dict__, _reader=None, _position=copy.copy(self._position))
         return other
 
     def __repr__(self) -> str:
         """Show the sizes, and a hint for users: Keras's error about unsupported data contains this text."""
-        return (
-            f"GlobalBatches(examples={self.plan.source.examples}, global_batch_size={self.plan.batch_size}, "
-            f"shuffle_seed={self.plan.shuffle.seed}, remainder={self.plan.remainder!r}) [for Keras: "
-            "hk.fit(model, batches), or model.fit(batches.as_keras())]"
-        )
+        return f"GlobalBatches({self.plan}) [for Keras: hk.fit(model, batches), or model.fit(batches.as_keras())]"
+
+    @property
+    def plan(self) -> BatchPlan:
+        """Which rows of which global batches this rank reads: a value, replaced when files are added or restored."""
+        return self._position.plan
 
     # ---- about the batch just yielded -------------------------------------------------------------------------
 
@@ -207,12 +187,12 @@ class GlobalBatches(Iterator[Any]):
     @property
     def mask(self) -> np.ndarray:
         """Bool ``[local rows]``: False for the filler in the batch just yielded."""
-        return order.real_rows(self.global_count, self.plan.local_rows)
+        return order.real_rows(self.global_count, self._rows)
 
     @property
     def count(self) -> int:
         """The number of real examples of this rank in the batch just yielded; may be 0."""
-        first, last = self.plan.local_rows
+        first, last = self._rows
         return min(max(self.global_count - first, 0), last - first)
 
     @property
@@ -224,7 +204,7 @@ class GlobalBatches(Iterator[Any]):
         """
         if self._as_tensors and self._weights[0] == self.global_count:
             return self._weights[1]
-        weights = order.sample_weights(self.mask, self.global_count, self.plan.rank_rows.size)
+        weights = order.sample_weights(self.mask, self.global_count, self._size)
         self._weights = self.global_count, tensor_of(weights) if self._as_tensors else weights
         return self._weights[1]
 
@@ -236,7 +216,7 @@ class GlobalBatches(Iterator[Any]):
     @property
     def step(self) -> int:
         """The number of batches yielded since the start of training, over all epochs and restores."""
-        return self.plan.global_step(self._epoch, self._step)
+        return self.plan.global_step(self._position.epoch, self._position.step)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -251,14 +231,12 @@ class GlobalBatches(Iterator[Any]):
     @property
     def local_rows(self) -> tuple[int, int]:
         """This rank's rows of each global batch, as (first, one past the last)."""
-        return self.plan.local_rows
-
-    # ---- state ------------------------------------------------------------------------------------------------
+        return self._rows
 
     @property
     def state(self) -> dict[str, Any]:
         """The position of the next batch: a small JSON-compatible dict, the same on every rank and for every N."""
-        return self.state_at(self.step)
+        return self._position.state
 
     def state_at(self, global_step: int) -> dict[str, Any]:
         """Return the ``state`` after ``global_step`` batches since the start of training.
@@ -284,7 +262,7 @@ class GlobalBatches(Iterator[Any]):
             >>> state["epoch"], state["step"], state["global_step"]
             (1, 1, 5)
         """
-        return self.plan.state_at(global_step, read=self._step)
+        return self._position.plan.state_at(global_step, read=self._position.step)
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a saved ``state``, at any number of ranks.
@@ -308,17 +286,10 @@ class GlobalBatches(Iterator[Any]):
             >>> len(list(batches.one_epoch()))  # steps left in epoch 1
             3
         """
-        if not isinstance(state, dict):
-            raise TypeError(describe("state", state, "what GlobalBatches.state returned", "pass it unchanged"))
-        plan = self.plan
-        if plan.files is not None:
-            plan = plan.with_files(plan.files.restored(state))
-        arguments.check_state(state, plan.identity())
-        if plan.steps_per_epoch is None and (steps := state["steps_per_epoch"]) is not None:  # a stream, read before
-            plan = plan.with_length(integer("state['steps_per_epoch']", steps, minimum=1))
-        position = plan.checked_position(state["epoch"], state["step"], "state['epoch']", "state['step']")
-        self.plan = plan
-        self._continue_at(*position)
+        self._position.restore(state)
+        self._epoch_yielded = self._position.epoch
+        self._count = None
+        self._reader = None
 
     def add_new_files(self, epoch: int | None = None) -> list[str]:
         """Look for files that were added since the last call, and read them from the next epoch on, or as ``epoch``.
@@ -363,27 +334,10 @@ class GlobalBatches(Iterator[Any]):
             >>> sum(batches.global_count for batch in batches.one_epoch())
             200
         """
-        before = self.plan.files
-        if before is None:
-            remedy = "pass GlobalBatches(growth='append') or 'replace'"
-            raise TypeError(describe("growth", None, "'append' or 'replace'", remedy))
-        if self._step == self.plan.steps_per_epoch:
-            self._end_epoch(self._step)
-        if self._step:
-            got = f"step {self._step} of epoch {self._epoch}"
-            remedy = "read the epoch to its end"
-            raise ValueError(describe("add_new_files", got, "the end of an epoch", remedy))
-        epoch = self._epoch if epoch is None else integer("epoch", epoch, minimum=self._epoch)
-        min_rows = self.plan.batch_size if self.plan.remainder == "drop" else 1
-        files = before.grown(epoch, self.plan.global_step(epoch, 0), min_rows)
-        if files is None:
-            return []
-        new = [name for name in files.source.names if name not in before.source.names]
-        self.plan = self.plan.with_files(files)
-        self._epoch = self._epoch_yielded = epoch
-        self._restores += 1
-        if self.plan.rank_rows.rank == 0:
-            get_logger().info("data: epoch %d reads %d new file(s); now %r", epoch, len(new), files.source)
+        self._reader = None  # of an epoch that has ended
+        new = self._position.add_new_files(epoch)
+        if new:
+            self._epoch_yielded = self._position.epoch
         return new
 
     def fingerprint(self) -> dict[str, Any]:
@@ -441,171 +395,30 @@ class GlobalBatches(Iterator[Any]):
             >>> len(history.epoch), int(model.optimizer.iterations)  # 2 steps per epoch
             (3, 6)
         """
-        plan = self.plan
-        size = plan.rank_rows.size
-        parts = arguments.keras_parts(plan.source.structure)
-        if parts == 1 and not plan.is_even:
-            got = f"data without labels, in batches of {plan.batch_size} on {size} ranks, remainder="
-            expected = "labels, whose weights correct for uneven shares and padding"
-            remedy = "call hk.fit(model, batches); or pass remainder='drop' and a multiple of the number of ranks"
-            raise ValueError(describe("arrays_or_source", f"{got}{plan.remainder!r}", expected, remedy))
-        if plan.rank_rows.rank == 0 and plan.remainder == "pad":
-            arguments.warn_about_filler(plan.source.examples, plan.batch_size)
-        spec = plan.source.batch_spec(plan.rank_rows.max_rows)
-        at_once = batches_at_once(spec) if isinstance(plan.source, ArraySource) else 1
-
-        def add_weights(batch: Any, counts: list[int], _: Any) -> Any:
-            if parts == 1:
-                return batch
-            weights = [order.sample_weights(order.real_rows(n, plan.local_rows), n, size) for n in counts]
-            return weighted(batch, np.stack(weights) if at_once > 1 else weights[0])
-
-        return self._as_dataset(self, add_weights, spec if parts == 1 else weighted_spec(spec), at_once)
-
-    # ---- for hk.fit -------------------------------------------------------------------------------------------
+        return keras_dataset.weighted_batches(self._position)
 
     @property
     def is_even(self) -> bool:
         """True if all ranks are known to have the same number of real examples in every batch, without filler."""
         return self.plan.is_even
 
-    def as_shares(self) -> tf.data.Dataset:
-        """Return this rank's rows of the remaining batches as a ``tf.data.Dataset``, for ``hk.fit``.
-
-        Its elements are ``(data, b, digest)``: rows ``[r*b//N, (r+1)*b//N)`` of the b real examples of a global batch,
-        or one of its rows if that range is empty; int32 b; and the int64 digest of a stream's batch, otherwise 0. There
-        are neither filler nor weights. Each pass continues like those of ``as_keras``.
-
-        Returns:
-            A data set of this rank's rows.
-
-        Examples:
-            >>> import numpy as np
-            >>> import hvdkit as hk
-            >>> batches = hk.data.GlobalBatches(np.arange(5), 4, rank=1, size=2)
-            >>> [(rows.numpy().tolist(), int(count)) for rows, count, _ in batches.as_shares()]
-            [([2, 3], 4), ([4], 1)]
-        """
-        import tensorflow as tf
-
-        plan = self.plan.without_filler()
-        other = copy.copy(self)
-        other.plan = plan
-        at_once = 1
-        if isinstance(plan.source, ArraySource):
-            at_once = batches_at_once(plan.source.batch_spec(plan.rank_rows.max_rows))
-        first, last = plan.local_rows
-        spec = plan.source.batch_spec(last - first if plan.has_full_batches else None)
-
-        def add_count_and_digest(batch: Any, counts: list[int], digest: int) -> Any:
-            if at_once == 1:
-                return batch, np.int32(counts[0]), np.int64(digest)
-            return batch, np.array(counts, np.int32), np.zeros(len(counts), np.int64)
-
-        specs = spec, tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int64)
-        return self._as_dataset(other, add_count_and_digest, specs, at_once)
-
-    def copy_at(self, epoch: int, step: int) -> GlobalBatches:
-        """Return another iterator over the same data, positioned at a step of an epoch.
-
-        Args:
-            epoch: the epoch, from 0.
-            step: the step in the epoch, from 0.
-
-        Returns:
-            An iterator that shares the data with this one, which is not advanced.
-
-        Raises:
-            TypeError: An argument is not an integer.
-            ValueError: The epoch does not read the present files, or has fewer steps.
-
-        Examples:
-            >>> import numpy as np
-            >>> import hvdkit as hk
-            >>> batches = hk.data.GlobalBatches(np.arange(6), 2, rank=0, size=1)
-            >>> [batch.tolist() for batch in batches.copy_at(0, 1).one_epoch()]
-            [[2, 3], [4, 5]]
-        """
-        other = copy.copy(self)
-        other.move_to(epoch, step)
-        return other
-
-    def move_to(self, epoch: int, step: int) -> None:
-        """Continue at a step of an epoch.
-
-        Args:
-            epoch: the epoch, from 0.
-            step: the step in the epoch, from 0.
-
-        Raises:
-            TypeError: One of them is not an integer.
-            ValueError: The epoch does not read the present files, or has fewer steps.
-
-        Examples:
-            >>> import numpy as np
-            >>> import hvdkit as hk
-            >>> batches = hk.data.GlobalBatches(np.arange(6), 2, rank=0, size=1)
-            >>> batches.move_to(0, 2)
-            >>> next(batches).tolist()
-            [4, 5]
-        """
-        self._continue_at(*self.plan.checked_position(epoch, step))
-
-    # ---- inside -----------------------------------------------------------------------------------------------
-
-    def _continue_at(self, epoch: int, step: int) -> None:
-        self._epoch = epoch
-        self._epoch_yielded = epoch
-        self._step = step
-        self._count = self._reader = None
-        self._restores += 1
-
     def _read(self) -> Any:
         """Return the next batch of this epoch; or None at its end, and continue with the next epoch."""
-        if self._reader is None:
-            self._reader = read_epoch(self.plan, self._epoch, self._step)
-        try:
-            batch, (self._count,), _ = next(self._reader)
-        except StopIteration as end:
-            self._end_epoch(end.value)
-            return None
-        except BaseException:
-            self._reader = None  # a generator that raised looks exhausted, which is not the end of the epoch
-            raise
-        self._step += 1
-        self._epoch_yielded = self._epoch
-        if self._as_tensors:
-            batch = optree.tree_map(tensor_of, batch)
-        return (*batch, self.sample_weight) if self._with_sample_weight else batch
-
-    def _end_epoch(self, steps: int) -> None:
-        self.plan = self.plan.with_length(steps)
-        self._epoch += 1
-        self._step = 0
-        self._reader = None
-
-    def _as_dataset(self, batches: GlobalBatches, convert: _Convert, spec: Any, at_once: int) -> Any:
-        """Return ``batches`` from this iterator's position on, each mapped by ``convert``, as a dataset for Keras."""
-        identity = self.plan.source_identity
-
-        def position() -> tuple[int, int, int]:
-            if self.plan.source_identity != identity:
-                got = "other files than when it was made"
-                expected = "the same files"
-                remedy = "call as_keras() again, after restore() and add_new_files()"
-                raise ValueError(describe("dataset", got, expected, remedy))
-            return self._restores, self._epoch, self._step
-
-        def open_at(epoch: int, step: int) -> Iterator[tuple[int, Any]]:
-            """Yield (number of batches, result of ``convert``); see keras_dataset."""
-            reader = read_on(batches.plan, epoch, step, at_once, is_endless=is_endless)
+        position = self._position
+        with spending("input"):
+            if self._reader is None:
+                self._reader = read_epoch(position.plan, position.epoch, position.step)
             try:
-                while True:
-                    batch = next(reader)
-                    yield len(batch.counts), convert(*batch)
+                batch, (self._count,), _ = next(self._reader)
             except StopIteration as end:
-                if end.value is not None:
-                    batches.plan = batches.plan.with_length(end.value)
-
-        is_endless = self.plan.steps_per_epoch is not None
-        return keras_dataset(open_at, position, self.plan.steps_per_epoch, spec, at_once=at_once)
+                self._reader = None
+                position.end_epoch(end.value)
+                return None
+            except BaseException:
+                self._reader = None  # a generator that raised looks exhausted, which is not the end of the epoch
+                raise
+            position.step += 1
+            self._epoch_yielded = position.epoch
+            if self._as_tensors:
+                batch = optree.tree_map(tensor_of, batch)
+            return (*batch, self.sample_weight) if self._with_sample_weight else batch

@@ -1,4 +1,4 @@
-"""Global batches as a dataset for Keras ``fit``."""
+"""Global batches as a dataset: the one adapter to Keras, for ``fit`` with ``as_keras()`` and for ``hk.fit``."""
 
 from __future__ import annotations
 
@@ -6,17 +6,26 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hvdkit.data import arguments, order
+from hvdkit.data.arrays import ArraySource
+from hvdkit.data.batch_plan import BatchPlan
+from hvdkit.data.position import DataPosition
+from hvdkit.data.reader import RankBatch, read_on
 from hvdkit.errors import describe
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 # Each call from TensorFlow into Python takes 0.2 ms. So several small batches, up to this many bytes, are fetched at
 # once and split by TensorFlow.
 _BYTES_AT_ONCE = 2**20
 _MOST_AT_ONCE = 16
+_PREFETCHED = 2  # batches, at least
 _OPEN_READERS = 4  # limit on open passes; the oldest, abandoned ones are closed first
 # Seconds without a read after which a pass is closed, once the dataset has been deleted.
 _ABANDONED_SECONDS = 2.0
@@ -24,22 +33,78 @@ _UNTIL_END = -1  # batches remaining in a pass over an epoch of unknown length
 _NOT_STARTED = np.array([-1, -1, -1])  # position of a pass that has not started
 
 
-def batches_at_once(spec: Any) -> int:
-    """Return how many batches to pass to TensorFlow at once, for a ``tf.TypeSpec`` structure of dense tensors."""
+def weighted_batches(position: DataPosition) -> tf.data.Dataset:
+    """Return the batches from a position on as ``(x, y, sample_weight)``; see ``GlobalBatches.as_keras``.
+
+    Raises:
+        TypeError: The data is a list, or a tuple of more than three.
+        ValueError: Data without labels need weights: N does not divide B, or an epoch's last batch may be short.
+    """
+    plan = position.plan
+    size = plan.rank_rows.size
+    parts = arguments.keras_parts(plan.source.structure)
+    if parts == 1 and not plan.is_even:
+        got = f"data without labels, in batches of {plan.batch_size} on {size} ranks, remainder={plan.remainder!r}"
+        expected = "labels, whose weights correct for uneven shares and padding"
+        remedy = "call hk.fit(model, batches); or pass remainder='drop' and a multiple of the number of ranks"
+        raise ValueError(describe("arrays_or_source", got, expected, remedy))
+    if plan.rank_rows.rank == 0 and plan.remainder == "pad":
+        arguments.warn_about_filler(plan.source.examples, plan.batch_size)
+    spec = plan.source.batch_spec(plan.rank_rows.max_rows)
+    at_once = batches_at_once(plan)
+    if parts == 1:
+        return prefetched(_dataset(position, lambda batch: batch.rows, spec, at_once), plan)
+
+    def add_weights(batch: RankBatch) -> Any:
+        weights = [order.sample_weights(order.real_rows(n, plan.local_rows), n, size) for n in batch.counts]
+        return weighted(batch.rows, np.stack(weights) if at_once > 1 else weights[0])
+
+    return prefetched(_dataset(position, add_weights, weighted_spec(spec), at_once), plan)
+
+
+def shares_of_batches(position: DataPosition) -> tf.data.Dataset:
+    """Return this rank's shares of the batches from a position on, for ``hk.fit``. The caller prefetches them.
+
+    Its elements are ``(data, b, digest)``: rows ``[r*b//N, (r+1)*b//N)`` of the b real examples of a global batch, or
+    one of its rows if that range is empty; int32 b; and the int64 digest of a stream's batch, otherwise 0.
+
+    Args:
+        position: The position in a plan without filler.
+    """
     import tensorflow as tf
 
+    plan = position.plan
+    at_once = batches_at_once(plan)
+    first, last = plan.local_rows
+    is_constant = plan.remainder == "drop" or plan.is_even
+    spec = plan.source.batch_spec(last - first if is_constant else None)
+
+    def add_count_and_digest(batch: RankBatch) -> Any:
+        if at_once == 1:
+            return batch.rows, np.int32(batch.counts[0]), np.int64(batch.digest)
+        return batch.rows, np.array(batch.counts, np.int32), np.zeros(len(batch.counts), np.int64)
+
+    specs = (spec, tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int64))
+    return _dataset(position, add_count_and_digest, specs, at_once)
+
+
+def batches_at_once(plan: BatchPlan) -> int:
+    """Return how many batches to pass to TensorFlow at once: several small ones of arrays, otherwise 1."""
+    import tensorflow as tf
+
+    if not isinstance(plan.source, ArraySource):
+        return 1
+    spec = plan.source.batch_spec(plan.rank_rows.max_rows)
     size = sum(s.shape.num_elements() * s.dtype.size for s in tf.nest.flatten(_lists_to_tuples(spec)))
     return max(1, min(_MOST_AT_ONCE, _BYTES_AT_ONCE // max(1, size)))
 
 
-def keras_dataset(
-    open_at: Callable[[int, int], Iterator[tuple[int, Any]]],
-    position: Callable[[], tuple[int, int, int]],
-    steps: int | None,
-    spec: Any,
-    *,
-    at_once: int,
-) -> Any:
+def prefetched(dataset: tf.data.Dataset, plan: BatchPlan) -> tf.data.Dataset:
+    """Return a dataset whose batches are read while steps run: the next ones, while those fetched at once are used."""
+    return dataset.prefetch(max(_PREFETCHED, batches_at_once(plan)))
+
+
+def _dataset(position: DataPosition, convert: Callable[[RankBatch], Any], spec: Any, at_once: int) -> tf.data.Dataset:
     """Return a ``tf.data.Dataset`` of an epoch's batches; each pass over it continues after the previous one.
 
     Why not a ``keras.utils.PyDataset``: ``fit`` by default shuffles its batches with each process's random state, so
@@ -52,24 +117,22 @@ def keras_dataset(
     step); and Keras creates two iterators per epoch, each of which takes three times as long to create.
 
     Args:
-        open_at: Returns an iterator, from a step of an epoch on, over (number of batches, at most ``at_once``;
-            batches, with a leading batch axis if ``at_once`` is not 1). It continues with the next epoch if ``steps``
-            is known, and ends with the epoch if not.
-        position: Returns the number of restores so far, and the current epoch and step. The first pass, and the first
-            after a restore, starts there.
-        steps: Batches in a pass; None for the length of the epoch, which is not known in advance.
-        spec: The ``tf.TypeSpec`` structure of a batch.
-        at_once: Maximum number of batches to fetch at once; 1 if ``steps`` is not known.
+        position: Where the first pass starts, and the first after the position was moved. A pass has the batches of an
+            epoch, from the position on; of a stream of unknown length, the rest of the epoch.
+        convert: Returns the batches that TensorFlow gets.
+        spec: The ``tf.TypeSpec`` structure of a converted batch.
+        at_once: Maximum number of batches to fetch at once, with a leading batch axis; 1 for streams and files.
     """
     import tensorflow as tf
 
     from hvdkit.collectives.batch_share import mark_share
 
+    steps = position.steps_per_epoch
     spec = _lists_to_tuples(spec)
     if at_once > 1:
         spec = tf.nest.map_structure(lambda s: tf.TensorSpec([None, *s.shape], s.dtype), spec)
     parts = tf.nest.flatten(spec, expand_composites=True)
-    passes = _Passes(open_at, position, steps, parts)
+    passes = _Passes(position, convert, parts, at_once)
 
     def read(at: Any, _: Any) -> tuple[Any, Any]:
         at, *batches = tf.numpy_function(passes.read, [at], [tf.int64, *(part.dtype for part in parts)])
@@ -84,14 +147,14 @@ def keras_dataset(
     if steps is None:
         dataset = dataset.take_while(lambda at, _: at[2] != 0).map(lambda _, batch: batch)
     if at_once > 1:
-        dataset = dataset.prefetch(1).unbatch().take(steps)
+        dataset = dataset.unbatch().take(steps)
     options = tf.data.Options()
     # Autotuning has nothing to tune here, and if fit stops within an epoch, deleting the iterator waits for the tuner's
     # thread: 10 s, sometimes two minutes.
     options.autotune.enabled = False
     if steps is not None:
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
-    dataset = dataset.prefetch(2).with_options(options)
+    dataset = dataset.with_options(options)
     mark_share(dataset)
     weakref.finalize(dataset, passes.close)  # TensorFlow keeps the function that reads, and with it the passes
     return dataset
@@ -101,21 +164,19 @@ class _Passes:
     """Passes over data. The state of a pass is its position: ``[epoch, step, batches remaining]``."""
 
     def __init__(
-        self,
-        open_at: Callable[[int, int], Iterator[tuple[int, Any]]],
-        position: Callable[[], tuple[int, int, int]],
-        steps: int | None,
-        parts: list[Any],
+        self, position: DataPosition, convert: Callable[[RankBatch], Any], parts: list[Any], at_once: int
     ) -> None:
-        self._open_at = open_at
         self._position = position
-        self._steps = steps
+        self._convert = convert
+        self._steps = position.steps_per_epoch
+        self._source_identity = position.plan.source_identity
         self._parts = parts
+        self._at_once = at_once
         self._empty_arrays = [_empty_array(part) for part in parts]
-        self._origin = position()
+        self._origin = (position.moves, position.epoch, position.step)
         self._started = itertools.count()
         # Readers by position. A reader that was dropped is reopened.
-        self._readers: dict[tuple[int, int, int], Iterator[tuple[int, Any]]] = {}
+        self._readers: dict[tuple[int, int, int], Generator[RankBatch, None, int | None]] = {}
         self._lock = threading.Lock()
         self._is_closed = self._is_watched = False
 
@@ -130,15 +191,19 @@ class _Passes:
         with self._lock:
             reader = self._readers.pop((epoch, step, remaining), None)
         if reader is None:
-            reader = self._open_at(epoch, step)
-        count, batches = next(reader, (0, None))
-        if count == 0 and remaining == _UNTIL_END and not is_first:
-            return [np.array([epoch, step, 0]), *self._empty_arrays]
-        if count == 0:
+            reader = read_on(self._position.plan, epoch, step, self._at_once, is_endless=self._steps is not None)
+        try:
+            batch = next(reader)
+        except StopIteration as end:
+            if remaining == _UNTIL_END:
+                self._position.learn_length(end.value)
+                if not is_first:
+                    return [np.array([epoch, step, 0]), *self._empty_arrays]
             got = f"a pass that ends in epoch {epoch} at step {step}"
             remedy = "set GlobalBatches(epochs=) to at least fit's epochs, or to None"
-            raise ValueError(describe("epochs", got, "more batches", remedy))
-        arrays = tf.nest.flatten(_lists_to_tuples(batches), expand_composites=True)
+            raise ValueError(describe("epochs", got, "more batches", remedy)) from None
+        count = len(batch.counts)
+        arrays = tf.nest.flatten(_lists_to_tuples(self._convert(batch)), expand_composites=True)
         for array, part in zip(arrays, self._parts, strict=True):
             if not part.shape.is_compatible_with(array.shape):
                 expected = f"{part.shape.as_list()}, as that of the first example"
@@ -183,8 +248,13 @@ class _Passes:
 
     def _begin(self) -> tuple[int, int, int]:
         with self._lock:
-            if self._origin[0] != self._position()[0]:
-                self._origin = self._position()
+            position = self._position
+            if position.plan.source_identity != self._source_identity:
+                got = "other files than when it was made"
+                remedy = "call as_keras() again, after restore() and add_new_files()"
+                raise ValueError(describe("dataset", got, "the same files", remedy))
+            if self._origin[0] != position.moves:
+                self._origin = (position.moves, position.epoch, position.step)
                 self._started = itertools.count()
             _, epoch, step = self._origin
             passed = next(self._started)

@@ -10,6 +10,8 @@ import tensorflow as tf
 
 from hvdkit.data import GlobalBatches
 from hvdkit.data.arguments import keras_parts
+from hvdkit.data.keras_dataset import prefetched, shares_of_batches
+from hvdkit.data.position import DataPosition
 from hvdkit.errors import describe, integer
 from hvdkit.internals import TFDatasetAdapter, make_class_weight_map_fn
 from hvdkit.keras.shares import DataRank, Shares
@@ -62,32 +64,33 @@ class GlobalBatchShares(Shares):
         self._trains = initial_epoch is not None
         self._steps = steps
         self._initial_epoch = initial_epoch or 0
+        self._data_steps = plan.steps_per_epoch
+        plan = plan.without_filler()
         if self._trains:
             self._check_position(batches, argument)
-            self._batches = batches.copy_at(*self._start(batches, self._initial_epoch))
+            self._data = DataPosition(plan)
+            self._data.move_to(*self._start(self._initial_epoch))
         else:
-            self._batches = batches.copy_at(plan.first_epoch, 0)
-            self._batches.plan = plan.without_limit()
+            self._data = DataPosition(plan.without_limit())
+            self._data.move_to(plan.first_epoch, 0)
         self._class_weight = class_weight
         self._argument = argument
         self.digest = json.dumps(batches.fingerprint(), sort_keys=True, default=str)
-        dataset = self._batches.as_shares()
-        data_steps = batches.steps_per_epoch
-        self._repeats = self._trains and data_steps is not None and steps not in (None, data_steps)
+        dataset = shares_of_batches(self._data)
+        self._repeats = self._trains and self._data_steps is not None and steps not in (None, self._data_steps)
         if self._repeats:  # Keras's epochs end after `steps` batches, not where an epoch of the data ends
             dataset = dataset.repeat()
         super().__init__(TFDatasetAdapter(dataset), data_rank)
 
-    def _start(self, batches: GlobalBatches, epoch: int) -> tuple[int, int]:
+    def _start(self, epoch: int) -> tuple[int, int]:
         """Return the epoch and step of the data at which a Keras epoch begins."""
-        data_steps = batches.steps_per_epoch
         if self._steps is None:
             return epoch, 0
-        return divmod(epoch * self._steps, data_steps) if data_steps else (0, epoch * self._steps)
+        return divmod(epoch * self._steps, self._data_steps) if self._data_steps else (0, epoch * self._steps)
 
     def _check_position(self, batches: GlobalBatches, argument: str) -> None:
         state = batches.state
-        start = self._start(batches, self._initial_epoch)
+        start = self._start(self._initial_epoch)
         if (state["epoch"], state["step"]) not in ((0, 0), start):
             got = f"GlobalBatches at epoch {state['epoch']}, step {state['step']}"
             expected = (
@@ -100,14 +103,14 @@ class GlobalBatchShares(Shares):
         """Raise ValueError if Keras's own steps would compute the model's loss from missing labels."""
         methods = ("train_step", "test_step", "compute_loss")
         has_own = any(getattr(type(model), name) is not getattr(keras.Model, name) for name in methods)
-        if keras_parts(self._batches.plan.source.structure) == 1 and model.loss is not None and not has_own:
+        if keras_parts(self._data.plan.source.structure) == 1 and model.loss is not None and not has_own:
             remedy = "make them part of the data: (x, y), or source.map(function) to return such pairs"
             raise ValueError(describe(self._argument, "GlobalBatches without labels", "those of the loss", remedy))
 
     def check_epochs(self, epochs: int) -> None:
         """Raise ValueError if the batches end before ``epochs`` Keras epochs."""
-        available = self._batches.available_epochs
-        data_steps = self._batches.steps_per_epoch
+        available = self._data.plan.available_epochs
+        data_steps = self._data_steps
         needed = epochs
         most = available
         if data_steps and self._steps:
@@ -116,28 +119,27 @@ class GlobalBatchShares(Shares):
         if available is not None and needed > available:
             got = f"GlobalBatches(epochs={available})"
             remedy = f"pass GlobalBatches(epochs={needed}), or None"
-            if available != self._batches.plan.epochs:
+            if available != self._data.plan.epochs:
                 got = "GlobalBatches(growth='replace')"
                 remedy = "call add_new_files after each epoch"
             raise ValueError(describe("epochs", f"{epochs}, with {got}", f"at most {most}", remedy))
 
     @property
-    def position(self) -> GlobalBatches | None:
-        """The batches at the current position of training, for a Supervisor.
+    def position(self) -> DataPosition | None:
+        """The current position of training, for a Supervisor.
 
         None if Keras epochs differ from epochs of the data, or the length of the data is unknown.
         """
-        data_steps = self._batches.steps_per_epoch
-        return self._batches if data_steps is not None and self._steps in (None, data_steps) else None
+        return self._data if self._data_steps is not None and self._steps in (None, self._data_steps) else None
 
     def begin_training(self, epoch: int | None) -> None:
         """Move to the start of ``epoch``, unless a callback has restored a position within it."""
         if not self._trains:
             return
-        start = self._start(self._batches, epoch or self._initial_epoch)
-        current = self._batches._epoch, self._batches._step
+        start = self._start(epoch or self._initial_epoch)
+        current = (self._data.epoch, self._data.step)
         is_within = self.position is not None and current >= start and current[0] == start[0]
-        self._batches.move_to(*(current if is_within else start))
+        self._data.move_to(*(current if is_within else start))
 
     def _share_dataset(self) -> tf.data.Dataset:
         spec = self.inner.get_tf_dataset().element_spec[0]
@@ -145,17 +147,18 @@ class GlobalBatchShares(Shares):
         may_end_anywhere = self.may_end_anywhere
 
         def take(data: Any, rows: tf.Tensor, digest: tf.Tensor) -> Any:
-            _, _, info = self.data_rank.bounds_and_info(self._batches.plan.batch_size if has_static_rows else rows)
+            _, _, info = self.data_rank.bounds_and_info(self._data.plan.batch_size if has_static_rows else rows)
             info["digest"] = digest
             if may_end_anywhere:
                 info["may_end_anywhere"] = tf.constant(True)
             return self._add_class_weights(data), info
 
-        return self.inner.get_tf_dataset().map(take).prefetch(2)
+        return prefetched(self.inner.get_tf_dataset().map(take), self._data.plan)
 
     def _global_dataset(self) -> tf.data.Dataset:
         dataset = self.inner.get_tf_dataset()
-        return dataset.map(lambda data, rows, digest: (self._add_class_weights(data), {})).prefetch(2)
+        dataset = dataset.map(lambda data, rows, digest: (self._add_class_weights(data), {}))
+        return prefetched(dataset, self._data.plan)
 
     def _add_class_weights(self, data: Any) -> Any:
         """Return a batch with class weights, or unchanged without them."""
@@ -167,27 +170,27 @@ class GlobalBatchShares(Shares):
     def on_epoch_begin(self) -> None:
         """Restart at the first epoch of the data, except when training."""
         if not self._trains:
-            self._batches.move_to(self._batches.plan.first_epoch, 0)
+            self._data.move_to(self._data.plan.first_epoch, 0)
 
     @property
     def may_be_empty(self) -> bool:
         """Return False if no share can be empty."""
-        examples = self._batches.plan.source.examples
-        size = self._batches.plan.batch_size
-        if self._batches.plan.remainder == "drop":
+        examples = self._data.plan.source.examples
+        size = self._data.plan.batch_size
+        if self._data.plan.remainder == "drop":
             return False
         return examples is None or 0 < examples % size < self.data_rank.size
 
     @property
     def may_end_anywhere(self) -> bool:
         """Return True for a stream of unknown length."""
-        return self._batches.steps_per_epoch is None
+        return self._data_steps is None
 
     @property
     def num_batches(self) -> int | None:
         """Batches until the data end; None if unknown or endless."""
-        return None if self._repeats else self._batches.steps_per_epoch
+        return None if self._repeats else self._data_steps
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that must be equal on all ranks."""
-        return self._batches.plan.identity()
+        return self._data.plan.identity

@@ -19,6 +19,7 @@ from hvdkit.supervisor.session import Supervisor
 
 if TYPE_CHECKING:
     from hvdkit.data.batches import GlobalBatches
+    from hvdkit.data.position import DataPosition
 
 
 class SupervisorCallback(keras.callbacks.Callback):
@@ -69,7 +70,7 @@ class SupervisorCallback(keras.callbacks.Callback):
         logdir: str | Path,
         *,
         until: int | None = None,
-        data: GlobalBatches | None = None,
+        data: GlobalBatches | DataPosition | None = None,
         variables: Iterable[AnyVariable] = (),
         state: Mapping[str, Any] | None = None,
         save_epochs: bool = False,

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     import keras
     import numpy.typing as npt
 
+    from hvdkit.data.position import DataPosition
+
 # An agreement takes about 50 microseconds; mpirun gives ranks 1 s from SIGTERM to SIGKILL, including the save.
 _AGREE_SECONDS = 0.25
 # Largest share of the time to spend on saves at the end of epochs.
@@ -127,7 +129,7 @@ class Supervisor:
         *,
         model: keras.Model | None = None,
         optimizer: keras.optimizers.Optimizer | None = None,
-        data: Iterable[object] | None = None,
+        data: Iterable[object] | DataPosition | None = None,
         variables: Iterable[AnyVariable] = (),
         state: Mapping[str, Any] | None = None,
         save_model_secs: float | None = 600,
@@ -273,8 +275,8 @@ class Supervisor:
         Raises:
             HvdkitError: the Supervisor has no ``data``.
         """
-        if self._data is None:
-            raise HvdkitError(describe("data", None, "batches", "pass data= to hk.Supervisor, or loop yourself"))
+        if not isinstance(self._data, Iterable):
+            raise HvdkitError(describe("data", self._data, "batches", "pass data= to hk.Supervisor, or loop yourself"))
         source = iter(self._data) if self._position.follows_data else lockstep(self._data)
         while not self._stopping and (until is None or self.global_step < until):
             try:

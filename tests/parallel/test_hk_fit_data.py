@@ -308,6 +308,21 @@ class TwoBatches(keras.utils.PyDataset):
         return np.zeros((4, 2), "float32"), np.zeros((4, 1), "float32")
 
 
+def stages(dataset, kind):
+    """Return the number of stages of a kind in a dataset and its inputs."""
+    return (type(dataset).__name__ == kind) + sum(stages(each, kind) for each in dataset._inputs())
+
+
+def test_batches_are_read_ahead_in_one_stage():
+    """Several at once, or one at a time, with and without an end of the epoch that Keras knows."""
+    small, large = np.zeros((8, 2), "float32"), np.zeros((8, 2**18), "float32")
+    endless = tf.data.Dataset.from_tensors((small[0], small[0])).repeat()
+    for source in ((small, small), (large, small), endless):
+        for options in ({"initial_epoch": 0}, {"initial_epoch": 0, "steps": 3}, {}):
+            shares = FitData(x=hk.data.GlobalBatches(source, 4), **options).shares()
+            assert stages(shares.get_tf_dataset(), "_PrefetchDataset") == 1
+
+
 def test_the_end_of_an_epoch_waits_for_no_tuner():
     """The user's own dataset keeps its options."""
     rows = np.zeros((8, 2), "float32"), np.zeros((8, 1), "float32")

@@ -1,5 +1,6 @@
 """hvdkit.data: the global order of examples, sharding by rank, state, weights, sources."""
 
+import copy
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdkit.data import Concatenated, GlobalBatches, order
+from hvdkit.data.position import DataPosition
 
 
 def ranks(data, batch_size, size, **options):
@@ -359,16 +361,27 @@ def test_fingerprint_tells_data_apart():
 
 def test_places_that_do_not_exist_are_refused():
     it = GlobalBatches(np.arange(6), 2, rank=0, size=1)
+    position = DataPosition(it.plan)
 
     def restore(epoch, step):
         it.restore({**it.state, "epoch": epoch, "step": step})
 
     for change, place in (((0, 4), "step"), ((-1, 0), "epoch"), ((0, 0.5), "step"), (("1", 0), "epoch")):
-        for move in (it.move_to, it.copy_at, restore):
+        for move in (position.move_to, restore):
             with pytest.raises((ValueError, TypeError), match=rf"(state\[')?{place}('\])?: got"):
                 move(*change)
-    it.move_to(0, 3)
+    assert (position.epoch, position.step, position.moves) == (0, 0, 0) and it.step == 0
+    restore(0, 3)
     assert next(it).tolist() == [0, 1] and it.epoch == 1
+
+
+def test_a_copy_has_its_own_position():
+    it = GlobalBatches(np.arange(8), 2, rank=0, size=1)
+    next(it)
+    other = copy.copy(it)
+    assert next(other).tolist() == next(it).tolist() == [2, 3]
+    other.restore(other.state_at(0))
+    assert (it.step, other.step) == (2, 0) and next(it).tolist() == [4, 5]
 
 
 def test_masked_values_are_refused():

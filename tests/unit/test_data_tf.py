@@ -272,7 +272,9 @@ def test_as_keras_leaves_the_memory_allocator_alone():
     graph = tf.raw_ops.DatasetToGraphV2(
         input_dataset=dataset._variant_tensor, external_state_policy=policy.value, strip_device_assignment=False
     )
-    assert b"ScanDataset" in graph.numpy() and b"GeneratorDataset" not in graph.numpy()
+    kinds = [node.op for node in tf.compat.v1.GraphDef.FromString(graph.numpy()).node]
+    assert "ScanDataset" in kinds and "GeneratorDataset" not in kinds
+    assert kinds.count("PrefetchDatasetV2") + kinds.count("PrefetchDataset") == 1, "batches are read ahead once"
 
 
 def test_as_keras_structures_and_streams():

@@ -100,7 +100,7 @@ def test_plans_do_not_change(tmp_path):
     both = hk.data.npy(tmp_path)
     first, second = both.selected(["0.npy"]), both.selected(["1.npy"])
     plan = plan_of(first, 4, epochs=9, files=GrowingFiles("replace", both, first))
-    before = rows_of(plan, 0), plan.identity()
+    before = rows_of(plan, 0), plan.identity
     with pytest.raises(FrozenInstanceError):
         plan.epochs = 3
     later = plan.with_files(GrowingFiles("replace", both, second, ("0.npy",), 5, 15))
@@ -114,13 +114,13 @@ def test_plans_do_not_change(tmp_path):
         later.state_at(14, read=0)
     with pytest.raises(ValueError, match="got 6 examples, expected at least one batch of 8"):
         plan_of(first, 8, remainder="drop").with_files(GrowingFiles("append", both, second))
-    assert (rows_of(plan, 0), plan.identity()) == before
+    assert (rows_of(plan, 0), plan.identity) == before
 
 
 def test_a_stream_has_the_length_that_was_read():
     source = StreamSource(tf.data.Dataset.range(20).filter(lambda x: x < 7), map_fn=None)
     plan = plan_of(source, 2)
-    assert plan.steps_per_epoch is None and not plan.has_full_batches
+    assert plan.steps_per_epoch is None and not plan.is_even
     assert plan.state_at(3, read=3)["step"] == 3
     with pytest.raises(ValueError, match="global_step: got 4, expected at most 3, the batches read so far"):
         plan.state_at(4, read=3)

@@ -1,0 +1,129 @@
+"""The position of training in the data: what is saved and restored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdkit.cluster.logs import get_logger
+from hvdkit.data import arguments
+from hvdkit.data.batch_plan import BatchPlan
+from hvdkit.errors import describe, integer
+
+
+class DataPosition:
+    """The next batch of a plan. Datasets for Keras start here, and a Supervisor saves it.
+
+    An iterator advances its position. A dataset does not, because it reads ahead: its position is where training began,
+    and ``state_at`` is the state of any later step.
+
+    Args:
+        plan: Which rows are read.
+
+    Attributes:
+        plan: The present plan; another one when files are added or restored, or the length of a stream is known.
+        epoch: The epoch, from 0.
+        step: The step in it, from 0.
+        moves: How many times the position was set, other than by reading.
+    """
+
+    def __init__(self, plan: BatchPlan):
+        self.plan = plan
+        self.epoch = 0
+        self.step = 0
+        self.moves = 0
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """The number of batches in an epoch; None for a stream of unknown length."""
+        return self.plan.steps_per_epoch
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether this epoch can be read before files are added."""
+        return self.plan.has_epoch(self.epoch)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The state to save: a JSON-compatible dict."""
+        return self.plan.state_of(self.epoch, self.step)
+
+    def state_at(self, global_step: int) -> dict[str, Any]:
+        """Return the state after ``global_step`` batches since the start of training; see BatchPlan."""
+        return self.plan.state_at(global_step, read=self.step)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return a fingerprint of the data and their order, equal on all ranks."""
+        return self.plan.fingerprint()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state.
+
+        Raises:
+            TypeError: The state is not a dict, or has values of other types.
+            ValueError: It is the state of other data or settings, or is not a state. The position does not change.
+        """
+        if not isinstance(state, dict):
+            raise TypeError(describe("state", state, "what GlobalBatches.state returned", "pass it unchanged"))
+        plan = self.plan
+        if plan.files is not None:
+            plan = plan.with_files(plan.files.restored(state))
+        arguments.check_state(state, plan.identity)
+        if plan.steps_per_epoch is None and (steps := state["steps_per_epoch"]) is not None:  # a stream, read before
+            plan = plan.with_length(integer("state['steps_per_epoch']", steps, minimum=1))
+        epoch, step = plan.checked_position(state["epoch"], state["step"], "state['epoch']", "state['step']")
+        self.plan = plan
+        self._set(epoch, step)
+
+    def move_to(self, epoch: int, step: int) -> None:
+        """Continue at a step of an epoch.
+
+        Raises:
+            TypeError: One of them is not an integer.
+            ValueError: The epoch does not read the present files, or has fewer steps.
+        """
+        self._set(*self.plan.checked_position(epoch, step))
+
+    def learn_length(self, steps: int | None) -> None:
+        """Keep the number of batches of a stream that has been read to the end of an epoch."""
+        if steps is not None:
+            self.plan = self.plan.with_length(steps)
+
+    def end_epoch(self, steps: int) -> None:
+        """Continue with the next epoch, after one of ``steps`` batches."""
+        self.plan = self.plan.with_length(steps)
+        self.epoch += 1
+        self.step = 0
+
+    def add_new_files(self, epoch: int | None) -> list[str]:
+        """Read the files that were added from an epoch on, by default the next; return their names. A collective.
+
+        Raises:
+            TypeError: The data are not files that grow.
+            ValueError: The epoch has not ended, or ``epoch`` is before the next.
+        """
+        before = self.plan.files
+        if before is None:
+            remedy = "pass GlobalBatches(growth='append') or 'replace'"
+            raise TypeError(describe("growth", None, "'append' or 'replace'", remedy))
+        if self.step == self.plan.steps_per_epoch:
+            self.end_epoch(self.step)
+        if self.step:
+            got = f"step {self.step} of epoch {self.epoch}"
+            remedy = "read the epoch to its end"
+            raise ValueError(describe("add_new_files", got, "the end of an epoch", remedy))
+        epoch = self.epoch if epoch is None else integer("epoch", epoch, minimum=self.epoch)
+        min_rows = self.plan.batch_size if self.plan.remainder == "drop" else 1
+        files = before.grown(epoch, self.plan.global_step(epoch, 0), min_rows)
+        if files is None:
+            return []
+        self.plan = self.plan.with_files(files)
+        self._set(epoch, 0)
+        new = [name for name in files.source.names if name not in before.source.names]
+        if self.plan.rank_rows.rank == 0:
+            get_logger().info("data: epoch %d reads %d new file(s); now %r", epoch, len(new), files.source)
+        return new
+
+    def _set(self, epoch: int, step: int) -> None:
+        self.epoch = epoch
+        self.step = step
+        self.moves += 1
