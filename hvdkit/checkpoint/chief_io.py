@@ -7,7 +7,6 @@ The chief controls the exchange. It broadcasts the description of the next trans
 from __future__ import annotations
 
 import contextlib
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +17,10 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.checkpoint.entries import StateTensor
-from hvdkit.checkpoint.files import checkpoint_errors, remove_folder
-from hvdkit.checkpoint.folder import check_replaceable, commit, latest, temporary_path, tidy
-from hvdkit.checkpoint.manifest import REPLICATED, Manifest, shard_name
+from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.reading import Reader
-from hvdkit.checkpoint.tensorfile import BLOCK_BYTES, FileRecord, NonFiniteTensor, write_file
-from hvdkit.checkpoint.writing import Snapshot, build_manifest, non_finite_error
+from hvdkit.checkpoint.tensorfile import BLOCK_BYTES
+from hvdkit.checkpoint.writing import Save, SaveReport, Snapshot
 from hvdkit.cluster.agreement import gather
 from hvdkit.collectives import tensors
 from hvdkit.errors import CheckpointError, NonFiniteError
@@ -49,73 +46,38 @@ class _End(NamedTuple):
     error: Exception | None
 
 
-def save_through_chief(
-    path: Path,
-    snapshot: Snapshot,
-    *,
-    step: int,
-    before_commit: Callable[[], None] = lambda: None,
-    after_commit: Callable[[], None] = lambda: None,
-) -> None:
-    """Write all ranks' parts on the chief. Every rank calls it.
+class ThroughChief:
+    """The chief writes all files, and receives the other ranks' parts. Every rank saves in the thread that trains."""
 
-    For ``before_commit`` and ``after_commit`` see :class:`~hvdkit.checkpoint.writing.Save`.
+    uses_network = True
 
-    Raises:
-        CheckpointError: on every rank: the chief cannot write.
-        NonFiniteError: on every rank: a tensor contains NaN or an infinity; the message names the rank.
-    """
-    tensors = {tensor.name: tensor for tensor in snapshot.shard_tensors()}
-    descriptions = gather(
-        cluster.exchange(), "a save through the chief", lambda: (list(tensors), snapshot.indices(), snapshot.metadata())
-    )
+    def collect(self, save: Save, snapshot: Snapshot) -> list[SaveReport]:
+        """Write all ranks' parts on the chief."""
+        descriptions = self._descriptions(snapshot)
+        by_name = {tensor.name: tensor for tensor in snapshot.tensors}
+        with _leading():
+            reports = [save.write_own(snapshot)]
+            for rank, (names, metadata, indices) in list(enumerate(descriptions))[1:]:
+                parts = [_remote(by_name[name], rank, indices) for name in names]
+                reports.append(save.write_shard(rank, parts, metadata, indices))
+        return reports
 
-    if not cluster.is_chief():
+    def send(self, save: Save, snapshot: Snapshot) -> None:
+        """Send this rank's part to the chief."""
+        self._descriptions(snapshot)
+        parts = {tensor.name: tensor for tensor in snapshot.shard_tensors()}
         for transfer in _follow():
-            is_source = transfer.source == cluster.rank()
-            _exchange(transfer, tensors[transfer.name].block(transfer.start, transfer.stop) if is_source else None)
-        return
-    with _leading():
-        tidy(path.parent, path.name)
-        check_replaceable(path)
-        folder = temporary_path(path, secrets.token_hex(4))
-        try:
-            _write_files(folder, snapshot, descriptions, step)
-            before_commit()
-            commit(folder, path)
-        except BaseException:
-            remove_folder(folder)
-            raise
-        after_commit()
+            is_source = transfer.source == save.rank
+            _exchange(transfer, parts[transfer.name].block(transfer.start, transfer.stop) if is_source else None)
 
+    @staticmethod
+    def _descriptions(snapshot: Snapshot) -> list[tuple[list[str], dict[str, str], dict[str, Any]]]:
+        """Return the names of the tensors in every rank's part, its metadata, and its indices."""
 
-def _write_files(folder: Path, snapshot: Snapshot, descriptions: list[Any], step: int) -> None:
-    size = cluster.size()
-    with checkpoint_errors(folder, "written"):
-        folder.mkdir(parents=True)
-    replicated = snapshot.replicated_tensors()
-    files = {REPLICATED: _write(folder / REPLICATED, replicated, 0, step)} if replicated else {}
-    by_name = {tensor.name: tensor for tensor in snapshot.tensors}
-    reports = []
-    for rank, (names, indices, metadata) in enumerate(descriptions):
-        tensors = [by_name[name] if rank == 0 else _remote(by_name[name], rank, indices) for name in names]
-        records: dict[str, FileRecord] = {}
-        if tensors or metadata:
-            name = shard_name(rank, size)
-            records[name] = _write(folder / name, tensors, rank, step, metadata)
-        reports.append({"files": records, "indices": indices})
-    build_manifest(snapshot, reports, files, step=step).write(folder)
+        def describe_part() -> tuple[list[str], dict[str, str], dict[str, Any]]:
+            return [tensor.name for tensor in snapshot.shard_tensors()], snapshot.metadata(), snapshot.indices()
 
-
-def _write(
-    file: Path, tensors: list[StateTensor], rank: int, step: int, metadata: Mapping[str, str] | None = None
-) -> FileRecord:
-    """Write a file of ``rank``'s tensors; an error about non-finite values names the rank."""
-    try:
-        return write_file(file, tensors, metadata=metadata)
-    except NonFiniteTensor as error:
-        newest = latest(file.parent.parent)
-        raise non_finite_error(str(error), rank, step, newest.name if newest else None) from None
+        return gather(cluster.exchange(), "a save through the chief", describe_part)
 
 
 def _remote(tensor: StateTensor, rank: int, indices: Mapping[str, Any]) -> StateTensor:

@@ -1,22 +1,22 @@
-"""Save on all ranks: start the background save of each rank, and wait until all have finished."""
+"""Save on all ranks: start the save of each rank, and wait until all have finished."""
 
 from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdkit import cluster
-from hvdkit.checkpoint.chief_io import save_through_chief
-from hvdkit.checkpoint.folder import check_replaceable, latest, tidy
+from hvdkit.checkpoint.chief_io import ThroughChief
+from hvdkit.checkpoint.entries import State
+from hvdkit.checkpoint.folder import check_replaceable, tidy
 from hvdkit.checkpoint.manifest import step_of
 from hvdkit.checkpoint.rank_checks import agreed_state, check_shared, run_on_chief
-from hvdkit.checkpoint.tensorfile import NonFiniteTensor
-from hvdkit.checkpoint.writing import CancelledSaveError, Save, Snapshot, non_finite_error
+from hvdkit.checkpoint.writing import CancelledSaveError, Save, SharedFolder, Snapshot
 from hvdkit.cluster import agreement
-from hvdkit.errors import CheckpointError, HvdkitError, describe, integer
+from hvdkit.errors import CheckpointError, HvdkitError, NonFiniteError, describe, integer
 
 _POLL_SECONDS = 0.02
 
@@ -72,11 +72,6 @@ def save(path: str | Path, state: Mapping[str, Any], *, step: int | None = None,
         step = int(number[1]) if number else 0
     elif (named := step_of(path)) is not None and named != integer("step", step, minimum=0):
         raise ValueError(describe("step", step, f"{named}, as in the name of {path}", "pass that, or leave it out"))
-    rank = cluster.rank()
-    size = cluster.size()
-    if gather:
-        save_through_chief(path, Snapshot.of(flattened, rank, in_place=True), step=step)
-        return path
 
     def prepare() -> str:
         tidy(path.parent, path.name)
@@ -84,11 +79,46 @@ def save(path: str | Path, state: Mapping[str, Any], *, step: int | None = None,
         return secrets.token_hex(4)
 
     token = run_on_chief("hk.checkpoint.save()", prepare)
-    check_shared(path.parent)
-    # No variable for the snapshot: it would be kept until all ranks are done.
-    writing = Save(path, Snapshot.of(flattened, rank, in_place=True), step=step, rank=rank, size=size, token=token)
-    finish(writing.start())
+    if not gather:
+        check_shared(path.parent)
+    finish(start_save(path, flattened, step=step, token=token, gather=gather))
     return path
+
+
+def start_save(
+    target: Path,
+    state: State,
+    *,
+    step: int,
+    token: str,
+    gather: bool,
+    background: bool = False,
+    before_commit: Callable[[], None] = lambda: None,
+    after_commit: Callable[[], None] = lambda: None,
+) -> Save:
+    """Take a snapshot and start writing it; return the save, for :func:`finish`. Every rank calls it.
+
+    Args:
+        target: the checkpoint's folder.
+        state: the state that all ranks have agreed on.
+        step: steps trained.
+        token: see :class:`~hvdkit.checkpoint.writing.Save`, also for ``before_commit`` and ``after_commit``.
+        gather: the chief writes everything; returns when that is over.
+        background: the state may change while it is written.
+    """
+    rank = cluster.rank()
+    return Save(
+        target,
+        Snapshot.of(state, rank, in_place=gather or not background),
+        step=step,
+        rank=rank,
+        size=cluster.size(),
+        token=token,
+        transport=ThroughChief() if gather else SharedFolder(),
+        before_commit=before_commit,
+        after_commit=after_commit,
+        background=background and not gather,
+    ).start()
 
 
 def finish(save: Save) -> None:
@@ -112,14 +142,12 @@ class SaveProgress(NamedTuple):
         failure: the text of the error on this rank, or None.
         non_finite: a tensor contained NaN or an infinity.
         cancelled: this rank stopped writing only because another rank had failed.
-        newest: on the chief, if the save failed: the name of the checkpoint that a restart would use.
     """
 
     done: bool = True
     failure: str | None = None
     non_finite: bool = False
     cancelled: bool = False
-    newest: str | None = None
 
 
 def progress_of(save: Save) -> SaveProgress:
@@ -128,13 +156,11 @@ def progress_of(save: Save) -> SaveProgress:
     error = save.error
     if error is None:
         return SaveProgress(done)
-    newest = latest(save.target.parent) if save.rank == 0 else None
     return SaveProgress(
         done,
         str(error) if isinstance(error, HvdkitError) else f"{type(error).__name__}: {error}",
-        non_finite=isinstance(error, NonFiniteTensor),
+        non_finite=isinstance(error, NonFiniteError),
         cancelled=isinstance(error, CancelledSaveError),
-        newest=newest.name if newest else None,
     )
 
 
@@ -154,7 +180,7 @@ def all_ranks_done(save: Save, ranks: Sequence[SaveProgress]) -> bool:
         save.clean_up()
         rank, first = next((f for f in failed if not f[1].cancelled), failed[0])
         if first.non_finite:
-            raise non_finite_error(str(first.failure), rank, save.step, ranks[0].newest)
+            raise NonFiniteError(str(first.failure))
         raise CheckpointError(
             f"{save.target}: not saved, rank {rank} failed: {first.failure}; earlier checkpoints are unchanged"
         )

@@ -1,7 +1,7 @@
-"""One save: a snapshot of this rank's part, and the thread that writes it to disk.
+"""One save: a snapshot of this rank's part, the files that are written, and the commit by the chief.
 
-The threads do not use the network, because training may be in the middle of a collective. Each rank's thread writes its
-shard file and then a small report next to it; the chief's thread waits for all reports and commits the checkpoint.
+A transport brings the parts of all ranks into one folder. With :class:`SharedFolder` every rank writes its own part;
+:class:`~hvdkit.checkpoint.chief_io.ThroughChief` is for ranks that do not share a file system.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from hvdkit.checkpoint.bounds import manifest_bytes
 from hvdkit.checkpoint.entries import State, StateTensor
 from hvdkit.checkpoint.files import atomic_file, checkpoint_errors, read_bounded, remove_folder
-from hvdkit.checkpoint.folder import commit, temporary_path
+from hvdkit.checkpoint.folder import commit, latest, temporary_path
 from hvdkit.checkpoint.manifest import RANK_VALUES, REPLICATED, Manifest, Part, TensorEntry, shard_name
 from hvdkit.checkpoint.schema import Schema, array, checked, json_of, mapping, plain, too_many_values, typed
-from hvdkit.checkpoint.tensorfile import FileRecord, write_file
+from hvdkit.checkpoint.tensorfile import FileRecord, NonFiniteTensor, write_file
 from hvdkit.errors import CheckpointError, NonFiniteError
 
 _MIN_POLL_SECONDS = 0.002
@@ -30,8 +30,24 @@ _MAX_POLL_SECONDS = 0.01
 _NICENESS = 10  # niceness increment of a background save, so that training takes precedence if cores are scarce
 
 
-# What a rank tells the chief; build_manifest's result is checked as a whole.
-_REPORT: Schema[dict[str, Any]] = typed(dict, files=mapping(array(plain, exactly=3)), indices=mapping(plain))
+class SaveReport(NamedTuple):
+    """What one rank has written.
+
+    Attributes:
+        files: the records of its files, by name.
+        indices: the index of its part of each sharded tensor, as for JSON.
+    """
+
+    files: dict[str, FileRecord]
+    indices: dict[str, Any]
+
+    @classmethod
+    def of(cls, files: dict[str, list[Any]], indices: dict[str, Any]) -> SaveReport:
+        """Return the report that was written as JSON; the manifest made of it is checked as a whole."""
+        return cls({name: FileRecord(*record) for name, record in files.items()}, indices)
+
+
+_REPORT: Schema[SaveReport] = typed(SaveReport.of, files=mapping(array(plain, exactly=3)), indices=mapping(plain))
 
 
 @dataclass
@@ -91,6 +107,56 @@ class CancelledSaveError(CheckpointError):
     """This rank stopped writing because another rank had failed."""
 
 
+class Transport(Protocol):
+    """How the parts of all ranks get into one folder.
+
+    Attributes:
+        uses_network: it calls collectives, so the save must run in the thread that trains.
+    """
+
+    uses_network: bool
+
+    def collect(self, save: Save, snapshot: Snapshot) -> list[SaveReport]:
+        """Write the chief's files; return the report of every rank once their files are in the folder, too."""
+
+    def send(self, save: Save, snapshot: Snapshot) -> None:
+        """Bring the part of a rank other than the chief into the folder."""
+
+
+class SharedFolder:
+    """Every rank writes its own file, and then a small report next to it that the chief waits for.
+
+    Ranks exchange only files: training may be in the middle of a collective.
+    """
+
+    uses_network = False
+
+    def collect(self, save: Save, snapshot: Snapshot) -> list[SaveReport]:
+        """Write the chief's files, and wait for the other ranks' reports."""
+        reports = [save.write_own(snapshot)]
+        for rank in range(1, save.size):
+            path = self._report_path(save, rank)
+            seconds = _MIN_POLL_SECONDS
+            while not path.exists():
+                save.check_cancelled()
+                time.sleep(seconds)
+                seconds = min(2 * seconds, _MAX_POLL_SECONDS)
+            reports.append(checked(json_of(read_bounded(path, manifest_bytes(1)), path), _REPORT, path))
+            path.unlink()
+        return reports
+
+    def send(self, save: Save, snapshot: Snapshot) -> None:
+        """Write this rank's file and its report."""
+        report = save.write_own(snapshot)
+        # The chief renames the folder after the last report: from then on it cannot be synced by this name.
+        with atomic_file(self._report_path(save, save.rank), "w") as file:
+            file.write(json.dumps(report._asdict()))
+
+    @staticmethod
+    def _report_path(save: Save, rank: int) -> Path:
+        return save.folder / f"rank-{rank:05d}.json"
+
+
 class Save:
     """A save in progress on this rank.
 
@@ -100,12 +166,14 @@ class Save:
         step: steps trained.
         rank, size: this rank, and the number of ranks.
         token: part of the temporary name; the same on every rank, unique for every save.
+        transport: brings the parts of all ranks together.
         before_commit: called on the chief before the final rename; raises to prevent it.
         after_commit: called on the chief once the checkpoint is complete.
         background: training continues during the save.
 
     Attributes:
-        target, step, rank: the arguments.
+        target, step, rank, size: the arguments.
+        folder: where the files are written until the checkpoint is complete.
         error: the error on this rank, or None.
     """
 
@@ -118,6 +186,7 @@ class Save:
         rank: int,
         size: int,
         token: str,
+        transport: Transport | None = None,
         before_commit: Callable[[], None] = lambda: None,
         after_commit: Callable[[], None] = lambda: None,
         background: bool = False,
@@ -125,9 +194,10 @@ class Save:
         self.target = target
         self.step = step
         self.rank = rank
+        self.size = size
+        self.folder = temporary_path(target, token)
         self.error: Exception | None = None
-        self._size = size
-        self._folder = temporary_path(target, token)
+        self._transport = transport or SharedFolder()
         self._before_commit = before_commit
         self._after_commit = after_commit
         self._background = background
@@ -137,122 +207,104 @@ class Save:
         self._thread = threading.Thread(target=self._run, args=[snapshot], name="hvdkit-save", daemon=True)
 
     def start(self) -> Save:
-        """Start writing, and return immediately."""
-        self._thread.start()
+        """Start writing, and return immediately; with a transport that uses the network, return when it is over."""
+        if self._transport.uses_network:
+            self._thread.run()
+        else:
+            self._thread.start()
         return self
 
     @property
     def done(self) -> bool:
-        """True if this rank has finished: its files are on disk, or it failed."""
+        """True if this rank has finished: its part is on disk, or it failed."""
         return not self._thread.is_alive()
 
     def wait(self, seconds: float) -> bool:
         """Wait at most ``seconds`` for :attr:`done`, and return it."""
-        self._thread.join(seconds)
+        if not self.done:
+            self._thread.join(seconds)
         return self.done
 
     def cancel(self) -> None:
         """Stop writing because another rank failed."""
         self._cancelled.set()
 
+    def check_cancelled(self) -> None:
+        """Raise CancelledSaveError if another rank failed."""
+        if self._cancelled.is_set():
+            raise CancelledSaveError(f"{self.target}: another rank could not write its part")
+
     def clean_up(self) -> None:
         """Remove the files of a failed save, on the chief, once all ranks are done."""
         if self.rank == 0:
-            remove_folder(self._folder)
+            remove_folder(self.folder)
+
+    def write_own(self, snapshot: Snapshot) -> SaveReport:
+        """Write this rank's files: its shard and, on the chief, the replicated tensors."""
+        with checkpoint_errors(self.folder, "written"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        replicated = snapshot.replicated_tensors() if self.rank == 0 else []
+        files = {REPLICATED: self._write(REPLICATED, replicated, 0, {})} if replicated else {}
+        shard = self.write_shard(self.rank, snapshot.shard_tensors(), snapshot.metadata(), snapshot.indices())
+        return SaveReport(files | shard.files, shard.indices)
+
+    def write_shard(
+        self, rank: int, tensors: list[StateTensor], metadata: dict[str, str], indices: dict[str, Any]
+    ) -> SaveReport:
+        """Write the file with the tensors and plain values of ``rank``, if there are any."""
+        name = shard_name(rank, self.size)
+        return SaveReport({name: self._write(name, tensors, rank, metadata)} if tensors or metadata else {}, indices)
+
+    def _write(self, name: str, tensors: list[StateTensor], rank: int, metadata: dict[str, str]) -> FileRecord:
+        """Write a file of the tensors of ``rank``; an error about non-finite values names the rank."""
+        try:
+            return write_file(self.folder / name, tensors, metadata=metadata)
+        except NonFiniteTensor as error:
+            newest = latest(self.target.parent)
+            restart = f"would continue from {newest.name}" if newest else "would start from the initial values"
+            raise NonFiniteError(
+                f"{error}, on rank {rank} at step {self.step}; this checkpoint is not saved, and a restart {restart}: "
+                "lower the learning rate, or clip gradients"
+            ) from None
 
     def _run(self, snapshot: Snapshot) -> None:
         if self._background:
             with contextlib.suppress(OSError):  # not permitted on this system
                 os.nice(_NICENESS)  # on Linux only for this thread: nice(2), "C library/kernel differences"
         try:
-            report = self._write_shard(snapshot)
             if self.rank == 0:
-                self._complete(snapshot, report)
+                build_manifest(snapshot, self._transport.collect(self, snapshot), step=self.step).write(self.folder)
+                self.check_cancelled()
+                self._before_commit()
+                commit(self.folder, self.target)
+                self._after_commit()
+            else:
+                self._transport.send(self, snapshot)
         except Exception as error:  # the training thread raises it on all ranks
             # Keep the folder until all ranks are done, so that a rank still writing there does not fail as well.
             self.error = error
 
-    def _write_shard(self, snapshot: Snapshot) -> dict[str, Any]:
-        """Write this rank's file and its report."""
-        with checkpoint_errors(self._folder, "written"):
-            self._folder.mkdir(parents=True, exist_ok=True)
-        tensors = snapshot.shard_tensors()
-        files = {}
-        name = shard_name(self.rank, self._size)
-        if tensors or snapshot.rank_values:
-            files[name] = write_file(self._folder / name, tensors, metadata=snapshot.metadata())
-        report = {"files": files, "indices": snapshot.indices()}
-        if self.rank != 0:
-            # The chief renames the folder after the last report: from then on it cannot be synced by this name.
-            with atomic_file(self._report_path(self.rank), "w") as file:
-                file.write(json.dumps(report))
-        return report
 
-    def _complete(self, snapshot: Snapshot, chief_report: dict[str, Any]) -> None:
-        """Write the chief's files, wait for the other ranks' reports, and commit the checkpoint."""
-        replicated = snapshot.replicated_tensors()
-        files = {REPLICATED: write_file(self._folder / REPLICATED, replicated)} if replicated else {}
-        reports = [chief_report, *(self._wait_for_report(rank) for rank in range(1, self._size))]
-        build_manifest(snapshot, reports, files, step=self.step).write(self._folder)
-        for rank in range(1, self._size):
-            self._report_path(rank).unlink()
-        self._check_cancelled()
-        self._before_commit()
-        commit(self._folder, self.target)
-        self._after_commit()
-
-    def _report_path(self, rank: int) -> Path:
-        return self._folder / f"rank-{rank:05d}.json"
-
-    def _wait_for_report(self, rank: int) -> dict[str, Any]:
-        path = self._report_path(rank)
-        seconds = _MIN_POLL_SECONDS
-        while not path.exists():
-            self._check_cancelled()
-            time.sleep(seconds)
-            seconds = min(2 * seconds, _MAX_POLL_SECONDS)
-        report = checked(json_of(read_bounded(path, manifest_bytes(1)), path), _REPORT, path)
-        report["files"] = {name: FileRecord(*record) for name, record in report["files"].items()}
-        return report
-
-    def _check_cancelled(self) -> None:
-        if self._cancelled.is_set():
-            raise CancelledSaveError(f"{self.target}: another rank could not write its part")
-
-
-def non_finite_error(message: str, rank: int, step: int, newest: str | None) -> NonFiniteError:
-    """Return the error for a save that found NaN or an infinity; a restart would use the checkpoint ``newest``."""
-    restart = f"would continue from {newest}" if newest else "would start from the initial values"
-    return NonFiniteError(
-        f"{message}, on rank {rank} at step {step}; this checkpoint is not saved, and a restart {restart}: lower the "
-        "learning rate, or clip gradients"
-    )
-
-
-def build_manifest(
-    snapshot: Snapshot, reports: list[dict[str, Any]], files: dict[str, FileRecord], *, step: int
-) -> Manifest:
+def build_manifest(snapshot: Snapshot, reports: list[SaveReport], *, step: int) -> Manifest:
     """Return the manifest of the files that all ranks have written.
 
     Args:
         snapshot: the chief's snapshot.
         reports: for each rank, the records of its files and its indices of sharded tensors.
-        files: records of the chief's files of replicated tensors.
         step: steps trained.
     """
     manifest = Manifest(step=step, size=len(reports), values=snapshot.values)
-    manifest.files = dict(files)
     for report in reports:
-        manifest.files |= report["files"]
+        manifest.files |= report.files
     manifest.rank_values = list(snapshot.rank_values)
     for tensor in snapshot.tensors:
         if tensor.kind == "replicated":
-            parts = [Part(REPLICATED, files[REPLICATED].tensors[tensor.name])]
+            parts = [Part(REPLICATED, manifest.files[REPLICATED].tensors[tensor.name])]
         else:
             parts = [
                 Part(name, record.tensors[tensor.name], _part_index(tensor, report))
                 for report in reports
-                for name, record in report["files"].items()
+                for name, record in report.files.items()
                 if tensor.name in record.tensors
             ]
         manifest.variables[tensor.name] = TensorEntry(
@@ -261,5 +313,5 @@ def build_manifest(
     return manifest
 
 
-def _part_index(tensor: StateTensor, report: dict[str, Any]) -> tuple[tuple[int, int, int], ...] | None:
-    return None if tensor.index is None else tuple(tuple(axis) for axis in report["indices"][tensor.name])
+def _part_index(tensor: StateTensor, report: SaveReport) -> tuple[tuple[int, int, int], ...] | None:
+    return None if tensor.index is None else tuple(tuple(axis) for axis in report.indices[tensor.name])

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit import cluster
-from hvdkit.checkpoint.chief_io import save_through_chief
 from hvdkit.checkpoint.folder import prune
 from hvdkit.checkpoint.manifest import step_name
 from hvdkit.checkpoint.rank_checks import agreed_state, run_on_chief
-from hvdkit.checkpoint.saving import SaveProgress, all_ranks_done, finish, progress_of
-from hvdkit.checkpoint.writing import Save, Snapshot
+from hvdkit.checkpoint.saving import SaveProgress, all_ranks_done, finish, progress_of, start_save
+from hvdkit.checkpoint.writing import Save
 from hvdkit.cluster.logs import get_logger
 from hvdkit.cluster.progress import spending
 from hvdkit.errors import NonFiniteError
@@ -94,27 +93,20 @@ class Saver:
         self.dropped = None
         self._began = time.monotonic()
         target = self._folder / step_name(step)
-        checks = {"before_commit": self._permitted, "after_commit": lambda: prune(target, *self._keep)}
         self._report_loss()
         with spending("save"):
-            flat = agreed_state(self._state())
-            snapshot = Snapshot.of(flat, cluster.rank(), in_place=self._gather or not self._asynchronous)
-            if self._gather:
-                with self._nonfinite_handled():
-                    save_through_chief(target, snapshot, step=step, **checks)
-                    self._newest = target
-            else:
-                token = run_on_chief("a save", lambda: secrets.token_hex(4))
-                self._save = Save(
-                    target,
-                    snapshot,
-                    step=step,
-                    rank=cluster.rank(),
-                    size=cluster.size(),
-                    token=token,
-                    background=self._asynchronous,
-                    **checks,
-                ).start()
+            self._save = start_save(
+                target,
+                agreed_state(self._state()),
+                step=step,
+                token=run_on_chief("a save", lambda: secrets.token_hex(4)),
+                gather=self._gather,
+                background=self._asynchronous,
+                before_commit=self._permitted,
+                after_commit=lambda: prune(target, *self._keep),
+            )
+        if self._gather:
+            self.wait()
         self.step = step
         self.when = time.monotonic()
         self.seconds = self.when - self._began
