@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import keras
 import numpy as np
@@ -17,7 +17,11 @@ from hvdkit.collectives.conversion import graph_safe
 from hvdkit.errors import describe
 from hvdkit.layers.features import (
     Bag,
+    FeatureInput,
+    Features,
+    Nested,
     OutOfRange,
+    Vectors,
     bag_of,
     check_exact,
     flatten_features,
@@ -31,6 +35,9 @@ from hvdkit.layers.table_store import TableStore
 from hvdkit.optimizer.compression import wire_dtype
 from hvdkit.sharding.plan import Plan, plan_tables
 from hvdkit.sharding.table import Table, check_tables
+
+Mask: TypeAlias = "tf.Tensor | tf.RaggedTensor | None"
+"""False for padding."""
 
 
 @keras.saving.register_keras_serializable("hvdkit")
@@ -125,7 +132,9 @@ class ShardedEmbeddingCollection(ShardedLayer):
         self.built = True
 
     @graph_safe
-    def call(self, inputs: Mapping[str, Any] | PendingLookup, training: bool | None = None) -> dict[str, Any]:
+    def call(
+        self, inputs: Features | PendingLookup, training: bool | None = None
+    ) -> dict[str, Vectors | Nested[Vectors]]:
         """Look up the vectors of all features.
 
         Args:
@@ -150,7 +159,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
         return nest_outputs(inputs, outputs, self.lookups)
 
     @graph_safe
-    def ask(self, inputs: Mapping[str, Any]) -> PendingLookup:
+    def ask(self, inputs: Features) -> PendingLookup:
         """Request the rows of the next call in advance, to overlap the exchange of ids with computation.
 
         Every rank calls it. Pass the result to the layer instead of ids, once, in the same step or a later one. Rows
@@ -231,8 +240,8 @@ class ShardedEmbeddingCollection(ShardedLayer):
         return keras.KerasTensor((*shape, table.output_dim), dtype=self.compute_dtype, **extra)
 
     def compute_mask(
-        self, inputs: Mapping[str, Any] | PendingLookup, previous_mask: object = None
-    ) -> dict[str, Any] | None:
+        self, inputs: Features | PendingLookup, previous_mask: object = None
+    ) -> dict[str, Mask | Nested[Mask]] | None:
         """Return a mask for each output, False for padding; None without ``mask_zero`` or with a combiner."""
         if not self.supports_masking:
             return None
@@ -312,7 +321,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
             ValueError: a table has eviction; its rows are meaningless without their ids.
         """
         self._check_no_evict("get_weights")
-        return [self.gather(table.name) for table in self.tables]  # type: ignore[misc]
+        return [cast("np.ndarray", self.gather(table.name)) for table in self.tables]
 
     def set_weights(self, weights: Sequence[npt.ArrayLike]) -> None:
         """Set all tables from unsharded arrays, the same on every rank; each rank keeps its part. Every rank calls it.
@@ -362,7 +371,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
             raise ValueError(describe("inputs", got, f"a dict of {sorted(self.features)}", remedy))
         return values
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> dict[str, object]:
         """Return the layer's config for ``from_config``."""
         tables = [table_config(table) for table in self.tables]
         options = {name: getattr(self, name) for name in ("seed", "compression", "out_of_range")}
@@ -374,7 +383,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
         return cls(**{**config, "tables": [table_of(table) for table in config["tables"]]})
 
 
-def table_config(table: Table) -> dict[str, Any]:
+def table_config(table: Table) -> dict[str, object]:
     """Return a table's config for :func:`table_of`. Its values are plain, except for arrays of initial values."""
     config = {field.name: getattr(table, field.name) for field in dataclasses.fields(table) if field.init}
     config["features"] = list(table.features)
@@ -399,7 +408,7 @@ def deserialize(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, An
     return {**config, **{name: keras.saving.deserialize_keras_object(value) for name, value in configs.items()}}
 
 
-def _mask(inputs: Any, table: Table) -> Any:
+def _mask(inputs: FeatureInput, table: Table) -> Mask:
     """Return a mask that is False for padding; None without ``mask_zero`` or with a combiner."""
     if not table.mask_zero or table.combiner is not None:
         return None

@@ -7,15 +7,16 @@ from typing import Any
 
 import keras
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.errors import describe
 from hvdkit.layers.collection import ShardedEmbeddingCollection, deserialize, table_config
-from hvdkit.layers.features import OutOfRange
+from hvdkit.layers.features import Ids, OutOfRange, Vectors
 from hvdkit.layers.lookup import PendingLookup
 from hvdkit.layers.sharded_layer import ShardedLayer
-from hvdkit.sharding.table import Combiner, Evict, Table
+from hvdkit.sharding.table import Combiner, Evict, Initializer, Table
 
 _PARTITIONS = {"mod": "row", "div": "div", "column": "column", "replicated": "replicated"}
 _TABLE = "embeddings"
@@ -94,16 +95,16 @@ class ShardedEmbedding(ShardedLayer):
         *,
         combiner: Combiner | None = None,
         partition: str = "mod",
-        embeddings_initializer: Any = "uniform",
-        embeddings_regularizer: Any = None,
+        embeddings_initializer: Initializer = "uniform",
+        embeddings_regularizer: keras.regularizers.Regularizer | str | None = None,
         mask_zero: bool = False,
-        optimizer: Any = None,
+        optimizer: keras.optimizers.Optimizer | str | None = None,
         evict: Evict | None = None,
         host: bool = False,
         seed: int | None = None,
         compression: str | None = None,
         out_of_range: OutOfRange = "error",
-        **kwargs: Any,
+        **kwargs: object,
     ):
         for name, remedy in _UNSUPPORTED.items():
             if (value := kwargs.pop(name, None)) is not None:
@@ -142,19 +143,19 @@ class ShardedEmbedding(ShardedLayer):
         )
         self.supports_masking = self._collection.supports_masking
 
-    def build(self, input_shape: Any = None) -> None:
+    def build(self, input_shape: object = None) -> None:
         """Create this rank's part."""
         self._collection.build()
         self.built = True
 
     @graph_safe
-    def call(self, inputs: Any, training: bool | None = None) -> tf.Tensor:
+    def call(self, inputs: Ids | PendingLookup, training: bool | None = None) -> Vectors:
         """Return vectors ``[*ids.shape, output_dim]``, or with a combiner ``[*ids.shape[:-1], output_dim]``."""
         request = inputs if isinstance(inputs, PendingLookup) else {_TABLE: inputs}
         return self._collection(request, training=training)[_TABLE]
 
     @graph_safe
-    def ask(self, inputs: Any) -> PendingLookup:
+    def ask(self, inputs: Ids) -> PendingLookup:
         """Request the rows of the next call in advance; see ``hk.layers.ShardedEmbeddingCollection.ask``.
 
         Args:
@@ -165,16 +166,18 @@ class ShardedEmbedding(ShardedLayer):
         """
         return self._collection.ask({_TABLE: inputs})
 
-    def compute_output_spec(self, inputs: Any, **_: Any) -> Any:
+    def compute_output_spec(self, inputs: keras.KerasTensor, **_: object) -> keras.KerasTensor:
         """Return the output's shape, without a lookup."""
         return self._collection.compute_output_spec({_TABLE: inputs})[_TABLE]
 
-    def compute_output_shape(self, input_shape: Any) -> tuple[Any, ...]:
+    def compute_output_shape(self, input_shape: Sequence[int | None]) -> tuple[int | None, ...]:
         """Return the output's shape for ids of shape ``input_shape``."""
         shape = tuple(input_shape)
         return (*(shape if self.combiner is None or len(shape) < 2 else shape[:-1]), self.output_dim)
 
-    def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
+    def compute_mask(
+        self, inputs: Ids | PendingLookup, previous_mask: object = None
+    ) -> tf.Tensor | tf.RaggedTensor | None:
         """Return a mask that is False for padding; None without ``mask_zero`` or with a combiner."""
         masks = self._collection.compute_mask(inputs if isinstance(inputs, PendingLookup) else {_TABLE: inputs})
         return None if masks is None else masks[_TABLE]
@@ -213,7 +216,7 @@ class ShardedEmbedding(ShardedLayer):
         """
         return self._collection.ids(_TABLE)
 
-    def assign(self, full_array: Any) -> None:
+    def assign(self, full_array: npt.ArrayLike) -> None:
         """Set the table; each rank takes its part, without communication.
 
         Args:
@@ -228,11 +231,11 @@ class ShardedEmbedding(ShardedLayer):
         """Return ``[table]``, unsharded, as ``keras.layers.Embedding`` does. Every rank calls it."""
         return self._collection.get_weights()
 
-    def set_weights(self, weights: Sequence[Any]) -> None:
+    def set_weights(self, weights: Sequence[npt.ArrayLike]) -> None:
         """Set the table from ``[table]``, unsharded; each rank keeps its part. Every rank calls it."""
         self._collection.set_weights(weights)
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> dict[str, object]:
         """Return the layer's config for ``from_config``."""
         table = table_config(self.table)
         table_options = ("input_dim", "output_dim", "combiner", "evict", "host", "optimizer", "mask_zero")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from hvdkit.errors import describe
@@ -14,6 +15,17 @@ from hvdkit.sharding.routing import LookupRows
 from hvdkit.sharding.table import Table
 
 OutOfRange = Literal["error", "wrap", "drop"]
+Ids: TypeAlias = "npt.ArrayLike | tf.Tensor | tf.RaggedTensor | tf.SparseTensor"
+"""Ids of one feature, or their weights."""
+FeatureInput: TypeAlias = "Ids | tuple[Ids, Ids]"
+"""Ids of one feature, or ids and weights."""
+Vectors: TypeAlias = "tf.Tensor | tf.RaggedTensor"
+"""The vectors of one output."""
+T = TypeVar("T")
+Nested: TypeAlias = "Mapping[str, T | Nested[T]]"
+"""Values by feature, in nested dicts."""
+Features: TypeAlias = "Nested[FeatureInput]"
+"""The input of each feature."""
 # Largest number up to which a floating-point dtype represents all integers exactly; beyond it, ids may collide.
 _EXACT = {tf.float16: 2**11, tf.bfloat16: 2**8, tf.float32: 2**24, tf.float64: 2**53}
 
@@ -49,27 +61,29 @@ def lookups_of(tables: Iterable[Table]) -> dict[str, Lookup]:
     return lookups
 
 
-def flatten_features(inputs: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_features(inputs: Nested[T], prefix: str = "") -> dict[str, T]:
     """Return the values of nested dicts by their paths.
 
     Example:
         >>> flatten_features({"user": {"clicks": 1, "buys": 2}, "item": 3})
         {'user/clicks': 1, 'user/buys': 2, 'item': 3}
     """
-    flat: dict[str, Any] = {}
+    flat: dict[str, T] = {}
     for key, value in inputs.items():
         flat |= flatten_features(value, f"{prefix}{key}/") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return flat
 
 
-def nest_outputs(inputs: Mapping[str, Any], outputs: Mapping[str, Any], lookups: Mapping[str, Lookup]) -> dict:
+def nest_outputs(
+    inputs: Nested[object], outputs: Mapping[str, T], lookups: Mapping[str, Lookup]
+) -> dict[str, T | Nested[T]]:
     """Return ``outputs`` with the nesting of ``inputs``; the outputs of a feature in several tables are siblings."""
     names: dict[str, list[str]] = {}
     for name, lookup in lookups.items():
         names.setdefault(lookup.feature, []).append(name)
 
-    def nest(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-        nested_outputs: dict[str, Any] = {}
+    def nest(values: Nested[object], prefix: str) -> dict[str, T | Nested[T]]:
+        nested_outputs: dict[str, T | Nested[T]] = {}
         for key, value in values.items():
             path = f"{prefix}{key}"
             if isinstance(value, Mapping):
@@ -81,7 +95,9 @@ def nest_outputs(inputs: Mapping[str, Any], outputs: Mapping[str, Any], lookups:
     return nest(inputs, "")
 
 
-def unflatten_features(structure: Mapping[str, Any], values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def unflatten_features(
+    structure: Nested[object], values: Mapping[str, T], prefix: str = ""
+) -> dict[str, T | Nested[T]]:
     """Return ``values``, keyed by path, with the nesting of ``structure``: the inverse of :func:`flatten_features`."""
     return {
         key: unflatten_features(item, values, f"{prefix}{key}/") if isinstance(item, Mapping) else values[prefix + key]
@@ -110,14 +126,14 @@ class Bag(NamedTuple):
     examples: tf.Tensor
     weights: tf.Tensor | None = None
     shape: Any = None
-    like: Any = None
+    like: tf.RaggedTensor | tf.Tensor | None = None
     kept: tf.Tensor | None = None
     matches: tf.Tensor | None = None
     whole: tf.Tensor | None = None
-    mask: Any = None
+    mask: tf.Tensor | tf.RaggedTensor | None = None
 
 
-def bag_of(value: Any, table: Table, name: str, *, floats: bool = False, how: OutOfRange = "error") -> Bag:
+def bag_of(value: FeatureInput, table: Table, name: str, *, floats: bool = False, how: OutOfRange = "error") -> Bag:
     """Flatten a feature's input.
 
     Args:
@@ -154,7 +170,7 @@ def bag_of(value: Any, table: Table, name: str, *, floats: bool = False, how: Ou
     return bag._replace(mask=tf.not_equal(ids, 0)) if table.mask_zero and combiner is None else bag
 
 
-def _floating(ids: Any) -> tf.DType | None:
+def _floating(ids: Ids) -> tf.DType | None:
     """Return the dtype of floating-point ids, else None; also None for an empty list, which NumPy treats as floats."""
     dtype = tf.as_dtype(ids.dtype) if hasattr(ids, "dtype") else tf.as_dtype(np.asarray(ids).dtype)
     return dtype if dtype.is_floating and (hasattr(ids, "dtype") or np.size(ids)) else None
@@ -171,7 +187,7 @@ def check_exact(dtype: tf.DType, table: Table, how: OutOfRange, name: str) -> No
     raise TypeError(describe(f"ids of {name!r}", got, "integers", remedy))
 
 
-def _rounded(ids: Any) -> tuple[Any, tf.Tensor]:
+def _rounded(ids: Ids) -> tuple[Ids, tf.Tensor]:
     """Return floating-point ids as integers, and a flat bool tensor: whether each was a whole number."""
     if isinstance(ids, tf.RaggedTensor):
         flat, whole = _rounded(ids.flat_values)
@@ -185,7 +201,7 @@ def _rounded(ids: Any) -> tuple[Any, tf.Tensor]:
     return tf.cast(ids, tf.int64), tf.reshape(whole, [-1])
 
 
-def _check_form(ids: Any, weights: Any, name: str) -> None:
+def _check_form(ids: Ids, weights: Ids | None, name: str) -> None:
     if weights is None:
         return
     forms = (tf.RaggedTensor, tf.SparseTensor)
@@ -196,7 +212,7 @@ def _check_form(ids: Any, weights: Any, name: str) -> None:
         raise TypeError(describe(f"weights of {name!r}", f"dtype {dtype}", "real numbers", "cast them to float32"))
 
 
-def _has_weights(value: Any) -> bool:
+def _has_weights(value: FeatureInput) -> TypeGuard[tuple[Ids, Ids]]:
     """Return whether ``value`` is a pair (ids, weights), not a plain list of two ids."""
     if not isinstance(value, tuple | list) or len(value) != 2:
         return False
@@ -211,18 +227,17 @@ def _known_axes(ids: tf.Tensor, name: str) -> int:
     return int(ids.shape.rank)
 
 
-def _dense(ids: tf.Tensor, weights: Any, combiner: str | None, name: str) -> Bag:
+def _dense(ids: tf.Tensor, weights: Ids | None, combiner: str | None, name: str) -> Bag:
     if combiner is None:
         return Bag(tf.reshape(ids, [-1]), None, tf.size(ids), shape=tf.shape(ids))
-    if weights is not None:
-        weights = tf.convert_to_tensor(weights)
-        if not weights.shape.is_compatible_with(ids.shape):
-            expected = f"the ids' shape {ids.shape}"
-            raise ValueError(describe(f"weights of {name!r}", f"shape {weights.shape}", expected, "one for each id"))
+    factors = None if weights is None else tf.convert_to_tensor(weights)
+    if factors is not None and not factors.shape.is_compatible_with(ids.shape):
+        expected = f"the ids' shape {ids.shape}"
+        raise ValueError(describe(f"weights of {name!r}", f"shape {factors.shape}", expected, "one for each id"))
     if _known_axes(ids, name) < 2:  # each id is a separate example
         ids = ids[..., None]
-        weights = None if weights is None else weights[..., None]
-    return _over_last_axis(ids, weights)
+        factors = None if factors is None else factors[..., None]
+    return _over_last_axis(ids, factors)
 
 
 def _over_last_axis(ids: tf.Tensor, weights: tf.Tensor | None) -> Bag:
@@ -235,7 +250,7 @@ def _over_last_axis(ids: tf.Tensor, weights: tf.Tensor | None) -> Bag:
     return bag._replace(weights=tf.reshape(weights, [-1]), matches=_equal(tf.shape(weights), tf.shape(ids)))
 
 
-def _ragged(ids: tf.RaggedTensor, weights: Any, combiner: str | None, name: str) -> Bag:
+def _ragged(ids: tf.RaggedTensor, weights: tf.RaggedTensor | None, combiner: str | None, name: str) -> Bag:
     """Return the bag of ragged ids: their last axis is combined, whether it is ragged or uniform."""
     flat = ids.flat_values
     if combiner is None:
@@ -257,7 +272,7 @@ def _ragged(ids: tf.RaggedTensor, weights: Any, combiner: str | None, name: str)
     return bag._replace(weights=tf.reshape(weights.flat_values, [-1]), matches=matches)
 
 
-def _without_last_axis(ragged: tf.RaggedTensor) -> Any:
+def _without_last_axis(ragged: tf.RaggedTensor) -> tf.RaggedTensor | tf.Tensor:
     """Return zeros in the form of ``ragged`` without its last axis, which is ragged."""
     if ragged.ragged_rank == 1:
         return tf.zeros(tf.cast(ragged.nrows(), tf.int32)[None], tf.int32)
@@ -270,7 +285,7 @@ def _row_of_each(splits: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
     return tf.cumsum(tf.math.unsorted_segment_sum(tf.ones_like(begins), begins, count + 1))[:-1]
 
 
-def _sparse(ids: tf.SparseTensor, weights: Any, combiner: str | None, name: str) -> Bag:
+def _sparse(ids: tf.SparseTensor, weights: tf.SparseTensor | None, combiner: str | None, name: str) -> Bag:
     if combiner is None or ids.shape.rank not in (2, None):
         remedy = "give the table a combiner, or pass dense or ragged ids"
         raise ValueError(describe(f"ids of {name!r}", "a SparseTensor", "[batch, k] with a combiner", remedy))
@@ -321,7 +336,7 @@ def _keep_positions(bag: Bag, kept: tf.Tensor) -> Bag:
     return bag._replace(ids=ids, segments=tf.gather(bag.segments, kept), weights=weights)
 
 
-def combine_rows(looked_up: LookupRows, bag: Bag, combiner: str | None) -> Any:
+def combine_rows(looked_up: LookupRows, bag: Bag, combiner: str | None) -> Vectors:
     """Combine the rows looked up for a bag into the feature's output ``[*shape, width]``.
 
     With w_k the weights (1 by default) and e_k the rows of one example:
@@ -350,7 +365,7 @@ def combine_rows(looked_up: LookupRows, bag: Bag, combiner: str | None) -> Any:
     return _shaped(total, bag)
 
 
-def _shaped(rows: tf.Tensor, bag: Bag) -> Any:
+def _shaped(rows: tf.Tensor, bag: Bag) -> Vectors:
     """Reshape the vectors of all examples ``[n, width]`` to the output."""
     width = rows.shape[1]
     if bag.like is None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from hvdkit.collectives import tensors
-from hvdkit.layers.features import Bag, combine_rows, make_ids_valid
+from hvdkit.layers.features import Bag, Nested, Vectors, combine_rows, flatten_features, make_ids_valid
 from hvdkit.layers.table_store import TableStore
 from hvdkit.sharding import routing
 from hvdkit.sharding.id_checks import (
@@ -34,7 +34,7 @@ class PendingLookup(NamedTuple):
         rows: the requests to all ranks; None without sharded tables.
     """
 
-    bags: dict[str, Any]
+    bags: Nested[Bag]
     rows: routing.RoutedLookup | None
 
 
@@ -60,7 +60,7 @@ def send_requests(store: TableStore, bags: Mapping[str, Bag], fault: Fault | Non
     return PendingLookup(safe, routing.request_rows(store.sources(None), keys, fault))
 
 
-def read_outputs(store: TableStore, pending: PendingLookup, training: bool | None) -> dict[str, Any]:
+def read_outputs(store: TableStore, pending: PendingLookup, training: bool | None) -> dict[str, Vectors]:
     """Return each output ``[*shape, output_dim]``, in its table's dtype. Every rank calls it.
 
     Args:
@@ -69,10 +69,11 @@ def read_outputs(store: TableStore, pending: PendingLookup, training: bool | Non
         training: whether to assign rows to new ids in tables with eviction; see
             :class:`hvdkit.sharding.vocabulary.Vocabulary`.
     """
-    slices = {} if pending.rows is None else _slices(store, pending.bags, pending.rows, training)
+    bags = flatten_features(pending.bags)
+    slices = {} if pending.rows is None else _slices(store, bags, pending.rows, training)
     outputs = {}
     for name, (_, table) in store.lookups.items():
-        bag = pending.bags[name]
+        bag = bags[name]
         if table.name in store.replicated and not store.deferred:
             parts = [read_distinct(KeyedVariable(store.replicated[table.name]._value), bag.ids)]
         elif name in slices:
@@ -147,7 +148,7 @@ def _slices(
     return results
 
 
-def _concat_columns(parts: Sequence[Any], width: int) -> Any:
+def _concat_columns(parts: Sequence[Vectors], width: int) -> Vectors:
     """Concatenate column slices; the last one may be padded."""
     if isinstance(parts[0], tf.RaggedTensor):
         flat = tf.concat([p.flat_values for p in parts], -1)[..., :width]

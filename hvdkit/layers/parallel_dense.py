@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -25,13 +26,13 @@ class _ParallelDense(ShardedLayer):
         self,
         units: int,
         *,
-        activation: Any = None,
+        activation: Callable[[tf.Tensor], tf.Tensor] | str | None = None,
         use_bias: bool = True,
-        kernel_initializer: Any = "glorot_uniform",
-        bias_initializer: Any = "zeros",
+        kernel_initializer: keras.initializers.Initializer | str = "glorot_uniform",
+        bias_initializer: keras.initializers.Initializer | str = "zeros",
         seed: int | None = None,
         axis: str = "model",
-        **kwargs: Any,
+        **kwargs: object,
     ):
         super().__init__(**kwargs)
         self.units = integer("units", units, minimum=1)
@@ -46,7 +47,7 @@ class _ParallelDense(ShardedLayer):
             raise ValueError(describe("axis", axis, "an axis along which batches do not differ", remedy))
         self._group = cluster.group(axis)
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> dict[str, object]:
         """Return the layer's config for ``from_config``."""
         own = {
             "units": self.units,
@@ -59,7 +60,9 @@ class _ParallelDense(ShardedLayer):
         }
         return {**super().get_config(), **own}
 
-    def _add_part(self, name: str, shape: tuple[int, ...], initializer: Any, sharded: int | None) -> Any:
+    def _add_part(
+        self, name: str, shape: tuple[int, ...], initializer: keras.initializers.Initializer, sharded: int | None
+    ) -> keras.Variable:
         """Add this rank's part of a weight that is sharded along axis ``sharded``; None: replicated."""
         seeded = _seeded(initializer, self._common_seed(name, initializer))
         if sharded is None:
@@ -68,7 +71,7 @@ class _ParallelDense(ShardedLayer):
         rows = rows_of("div", shape[sharded], group.index, group.size)
         index = tuple(rows if i == sharded else range(n) for i, n in enumerate(shape))
 
-        def initial_values(_: Any, dtype: str) -> Any:
+        def initial_values(_: Sequence[int], dtype: str) -> tf.Tensor:
             return seeded(shape, dtype=dtype)[tuple(slice(i.start, i.stop) for i in index)]
 
         local = tuple(len(i) for i in index)
@@ -77,7 +80,7 @@ class _ParallelDense(ShardedLayer):
         set_holding(weight, Shard(path, (Piece(name, shape, index, 0, "div"),), axis=self.axis))
         return weight
 
-    def _common_seed(self, name: str, initializer: Any) -> int:
+    def _common_seed(self, name: str, initializer: keras.initializers.Initializer) -> int:
         """Return a seed common to all ranks: the layer's, the initializer's, or one drawn by the chief."""
         call = f"{type(self).__name__}(units={self.units}, axis={self.axis!r}).{name}"
         return gather(cluster.exchange(), call, lambda: common_seed(self.seed, initializer))[0] % 2**31
@@ -96,10 +99,10 @@ class ColumnParallelDense(_ParallelDense):
         **kwargs: the options below, and the arguments of ``keras.layers.Layer``.
 
     Keyword Args:
-        activation (Any): as for ``keras.layers.Dense``.
+        activation (Callable | str | None): as for ``keras.layers.Dense``.
         use_bias (bool): as for ``keras.layers.Dense``.
-        kernel_initializer (Any): as for ``keras.layers.Dense``.
-        bias_initializer (Any): as for ``keras.layers.Dense``.
+        kernel_initializer (Initializer | str): as for ``keras.layers.Dense``.
+        bias_initializer (Initializer | str): as for ``keras.layers.Dense``.
         seed (int | None): seed of the initializers; None uses theirs, or draws one for all ranks. With the same seed,
             weights equal those of ``keras.layers.Dense``.
         axis (str): an axis of the mesh passed to ``hk.init``; without such an axis the layer is not sharded.
@@ -127,11 +130,11 @@ class ColumnParallelDense(_ParallelDense):
         super().__init__(units, **kwargs)
         self.gather_output = gather_output
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> dict[str, object]:
         """Return the layer's config for ``from_config``."""
         return {**super().get_config(), "gather_output": self.gather_output}
 
-    def build(self, input_shape: Any) -> None:
+    def build(self, input_shape: Sequence[int]) -> None:
         """Create this rank's columns."""
         self.kernel = self._add_part("kernel", (input_shape[-1], self.units), self.kernel_initializer, 1)
         self.bias = self._add_part("bias", (self.units,), self.bias_initializer, 0) if self.use_bias else None
@@ -146,7 +149,7 @@ class ColumnParallelDense(_ParallelDense):
         outputs = self.activation(outputs)
         return gather_columns(outputs, self.units, self._group) if self.gather_output else outputs
 
-    def compute_output_shape(self, input_shape: Any) -> tuple[Any, ...]:
+    def compute_output_shape(self, input_shape: Sequence[int | None]) -> tuple[int | None, ...]:
         """Return the output's shape on this rank."""
         local = len(rows_of("div", self.units, self._group.index, self._group.size))
         return (*input_shape[:-1], self.units if self.gather_output else local)
@@ -185,12 +188,12 @@ class RowParallelDense(_ParallelDense):
         self.input_dim = input_dim
         self.input_is_parallel = input_is_parallel
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> dict[str, object]:
         """Return the layer's config for ``from_config``."""
         own = {"input_dim": self.input_dim, "input_is_parallel": self.input_is_parallel}
         return {**super().get_config(), **own}
 
-    def build(self, input_shape: Any) -> None:
+    def build(self, input_shape: Sequence[int]) -> None:
         """Create this rank's rows."""
         group = self._group
         columns = int(input_shape[-1])
@@ -219,12 +222,12 @@ class RowParallelDense(_ParallelDense):
             outputs += tf.convert_to_tensor(self.bias)
         return self.activation(outputs)
 
-    def compute_output_shape(self, input_shape: Any) -> tuple[Any, ...]:
+    def compute_output_shape(self, input_shape: Sequence[int | None]) -> tuple[int | None, ...]:
         """Return the output's shape."""
         return (*input_shape[:-1], self.units)
 
 
-def _seeded(initializer: Any, seed: int) -> Any:
+def _seeded(initializer: keras.initializers.Initializer, seed: int) -> keras.initializers.Initializer:
     """Return the initializer with ``seed``, so that it draws the same numbers on every rank."""
     if isinstance(initializer, keras.initializers.Initializer) and "seed" in initializer.get_config():
         return type(initializer).from_config({**initializer.get_config(), "seed": seed})

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
+import numpy.typing as npt
 import tensorflow as tf
 
 from hvdkit import cluster
@@ -15,7 +16,9 @@ from hvdkit.sharding.partition import rows_of
 
 
 @graph_safe
-def vocabulary_parallel_cross_entropy(labels: Any, logits: Any, vocabulary: int, *, axis: str = "model") -> tf.Tensor:
+def vocabulary_parallel_cross_entropy(
+    labels: npt.ArrayLike | tf.Tensor, logits: npt.ArrayLike | tf.Tensor, vocabulary: int, *, axis: str = "model"
+) -> tf.Tensor:
     """Return each example's softmax cross-entropy without gathering the logits.
 
     With z_v the logits of all ranks, m their maximum and y the label:
@@ -58,7 +61,7 @@ def vocabulary_parallel_cross_entropy(labels: Any, logits: Any, vocabulary: int,
     onehot = tf.one_hot(local, len(columns), dtype=logits.dtype)  # zeros if the label belongs to another rank
 
     @tf.custom_gradient
-    def losses(logits: tf.Tensor) -> Any:
+    def losses(logits: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
         low = tf.fill(tf.shape(logits)[:-1], logits.dtype.min)
         top = tf.reduce_max(logits, axis=-1) if len(columns) else low
         top = reduce_over(top, Max, group, "hvdkit.softmax_max")

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from collections.abc import MutableMapping
+from typing import TypeAlias
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.sharding.shards import PieceState, piece_states, shard_of
 
+WeightStore: TypeAlias = "MutableMapping[str, np.ndarray | tf.Tensor | keras.Variable]"
+"""The arrays of a layer in a file of Keras, by name."""
 
-def memory_device(host: bool) -> Any:
+
+def memory_device(host: bool) -> contextlib.AbstractContextManager[object]:
     """Return the context in which to create variables: host memory, or the default device."""
     return tf.device("CPU:0") if host else contextlib.nullcontext()
 
@@ -25,11 +30,11 @@ class ShardedLayer(keras.layers.Layer):
     number of ranks.
     """
 
-    def __init__(self, **kwargs: Any):
+    def __init__(self, **kwargs: object):
         super().__init__(**kwargs)
         self.supports_jit = False  # Horovod's ops and tf.unique lack XLA kernels; read by Keras's jit_compile="auto"
 
-    def save_own_variables(self, store: Any) -> None:
+    def save_own_variables(self, store: WeightStore) -> None:
         """Save the weights for Keras.
 
         Raises:
@@ -46,7 +51,7 @@ class ShardedLayer(keras.layers.Layer):
         for name, part in self._parts().items():
             store[name] = part.local if isinstance(part, PieceState) else part
 
-    def load_own_variables(self, store: Any) -> None:
+    def load_own_variables(self, store: WeightStore) -> None:
         """Load weights saved by Keras; each rank reads its part.
 
         Raises:
@@ -67,12 +72,12 @@ class ShardedLayer(keras.layers.Layer):
             else:
                 part.assign(whole)
 
-    def _own_variables(self) -> list[Any]:
+    def _own_variables(self) -> list[keras.Variable]:
         return [*self._trainable_variables, *self._non_trainable_variables]
 
-    def _parts(self) -> dict[str, Any]:
+    def _parts(self) -> dict[str, keras.Variable | PieceState]:
         """Return this rank's variables, or its parts of sharded ones, by names that are the same on all ranks."""
-        pairs: list[tuple[str, Any]] = []
+        pairs: list[tuple[str, keras.Variable | PieceState]] = []
         for variable in self._own_variables():
             shard = shard_of(variable)
             if shard is None:
@@ -87,7 +92,7 @@ class ShardedLayer(keras.layers.Layer):
         return parts
 
 
-def _is_sharded(variable: Any) -> bool:
+def _is_sharded(variable: keras.Variable) -> bool:
     """Return whether this rank may hold only a part of ``variable``."""
     shard = shard_of(variable)
     if shard is None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
+import keras
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
@@ -50,7 +50,7 @@ class TableStore:
 
     def __init__(
         self,
-        layer: Any,
+        layer: keras.layers.Layer,
         tables: Sequence[Table],
         placements: Mapping[str, str],
         *,
@@ -87,7 +87,7 @@ class TableStore:
             }
         self._is_registered = not self.deferred
 
-    def _create_group(self, layer: Any, number: int, group: TableGroup) -> Any:
+    def _create_group(self, layer: keras.layers.Layer, number: int, group: TableGroup) -> keras.Variable:
         rank = cluster.rank()
         pieces = []
         for part, rows in group.parts_on(rank):
@@ -101,20 +101,20 @@ class TableStore:
         set_holding(variable, Shard(owner, tuple(pieces), rows_by_rank=rows_of_last_lookup(self, number)))
         return variable
 
-    def _create_replicated(self, layer: Any, table: Table) -> Any:
+    def _create_replicated(self, layer: keras.layers.Layer, table: Table) -> keras.Variable:
         shape = (table.input_dim, table.output_dim)
         whole = Piece(table.name, shape, tuple(map(range, shape)), 0, "")
         return self._add_weight(layer, table.name, shape, table, [whole], table.regularizer)
 
     def _add_weight(
         self,
-        layer: Any,
+        layer: keras.layers.Layer,
         name: str,
         shape: tuple[int, ...],
         table: Table,
         pieces: Sequence[Piece],
-        regularizer: Any = None,
-    ) -> Any:
+        regularizer: keras.regularizers.Regularizer | None = None,
+    ) -> keras.Variable:
         """Add a variable for tables like ``table``, with the initial values of ``pieces`` and zeros elsewhere."""
 
         def blocks() -> Iterator[tuple[tuple[slice, slice], np.ndarray]]:
@@ -129,7 +129,7 @@ class TableStore:
 
         is_creating = True
 
-        def initial_values(shape: Sequence[int], dtype: str) -> Any:
+        def initial_values(shape: Sequence[int], dtype: str) -> tf.Tensor | np.ndarray:
             if is_creating:
                 return tf.zeros(shape, dtype)
             values = np.zeros(shape, tf.as_dtype(dtype).as_numpy_dtype)

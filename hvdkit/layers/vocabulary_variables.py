@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
+import keras
 import numpy as np
 
 from hvdkit import cluster
@@ -28,7 +29,7 @@ class VocabularyVariables:
         seed: seed of initial values.
     """
 
-    def __init__(self, layer: Any, table: Table, rows: Any, seed: int):
+    def __init__(self, layer: keras.layers.Layer, table: Table, rows: keras.Variable, seed: int):
         self.table = table
         self._rows = rows
         self._buckets = rows_of("div", table.buckets, cluster.rank(), cluster.size())
@@ -41,8 +42,8 @@ class VocabularyVariables:
             )
         self.register_shards()
 
-    def _add_weight(self, layer: Any, name: str, initial_value: Any, dtype: str) -> Any:
-        def initial_values(shape: Any, dtype: str) -> np.ndarray:
+    def _add_weight(self, layer: keras.layers.Layer, name: str, initial_value: int, dtype: str) -> keras.Variable:
+        def initial_values(shape: Sequence[int], dtype: str) -> np.ndarray:
             return np.full(shape, initial_value, dtype)
 
         return layer.add_weight(
