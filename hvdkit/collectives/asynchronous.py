@@ -8,10 +8,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from hvdkit import cluster
-from hvdkit.collectives.conversion import graph_safe
+from hvdkit.collectives.conversion import TensorLike, graph_safe
 from hvdkit.collectives.gathers import allgather, alltoall
 from hvdkit.collectives.reductions import allreduce, broadcast, grouped_allreduce, reducescatter
 from hvdkit.errors import describe
@@ -79,7 +80,7 @@ def wait(handle: Handle) -> Any:
     return handle.wait()
 
 
-def allreduce_async(x: Any, *args: Any, **kwargs: Any) -> Handle:
+def allreduce_async(x: TensorLike, *args: object, **kwargs: object) -> Handle:
     """Start ``hk.allreduce`` of ``x``, and return immediately.
 
     All ranks must call asynchronous and other collectives in the same order; a collective waits for those started
@@ -104,7 +105,7 @@ def allreduce_async(x: Any, *args: Any, **kwargs: Any) -> Handle:
     return _start(allreduce, x, *args, **kwargs)
 
 
-def grouped_allreduce_async(xs: Sequence[Any], *args: Any, **kwargs: Any) -> Handle:
+def grouped_allreduce_async(xs: Sequence[TensorLike], *args: object, **kwargs: object) -> Handle:
     """Start ``hk.grouped_allreduce``, and return immediately; see ``hk.allreduce_async``.
 
     Args:
@@ -125,7 +126,7 @@ def grouped_allreduce_async(xs: Sequence[Any], *args: Any, **kwargs: Any) -> Han
     return _start(grouped_allreduce, list(xs), *args, **kwargs)
 
 
-def allgather_async(x: Any, **kwargs: Any) -> Handle:
+def allgather_async(x: TensorLike, **kwargs: object) -> Handle:
     """Start ``hk.allgather``, and return immediately; see ``hk.allreduce_async``.
 
     Args:
@@ -146,7 +147,7 @@ def allgather_async(x: Any, **kwargs: Any) -> Handle:
     return _start(allgather, x, **kwargs)
 
 
-def broadcast_async(x: Any, root: int = 0, **kwargs: Any) -> Handle:
+def broadcast_async(x: TensorLike, root: int = 0, **kwargs: object) -> Handle:
     """Start ``hk.broadcast``, and return immediately; see ``hk.allreduce_async``.
 
     Args:
@@ -167,7 +168,7 @@ def broadcast_async(x: Any, root: int = 0, **kwargs: Any) -> Handle:
     return _start(broadcast, x, root, **kwargs)
 
 
-def alltoall_async(x: Any, splits: Any = None, **kwargs: Any) -> Handle:
+def alltoall_async(x: TensorLike, splits: npt.ArrayLike | tf.Tensor | None = None, **kwargs: object) -> Handle:
     """Start ``hk.alltoall``, and return immediately; see ``hk.allreduce_async``.
 
     Args:
@@ -189,7 +190,7 @@ def alltoall_async(x: Any, splits: Any = None, **kwargs: Any) -> Handle:
     return _start(alltoall, x, splits, **kwargs)
 
 
-def reducescatter_async(x: Any, *args: Any, **kwargs: Any) -> Handle:
+def reducescatter_async(x: TensorLike, *args: object, **kwargs: object) -> Handle:
     """Start ``hk.reducescatter``, and return immediately; see ``hk.allreduce_async``.
 
     Args:
@@ -212,16 +213,18 @@ def reducescatter_async(x: Any, *args: Any, **kwargs: Any) -> Handle:
 
 
 @graph_safe
-def _start(collective: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Handle:
+def _start(
+    collective: Callable[..., object], x: TensorLike | list[TensorLike], *args: object, **kwargs: object
+) -> Handle:
     if not tf.executing_eagerly():
-        finished: Future[Any] = Future()
+        finished: Future[object] = Future()
         finished.set_result(collective(x, *args, **kwargs))
         return Handle(finished)
     snapshot = [_snapshot(each) for each in x] if isinstance(x, list) else _snapshot(x)
     return Handle(cluster.call_order().submit(partial(collective, snapshot, *args, **kwargs)))
 
 
-def _snapshot(x: Any) -> Any:
+def _snapshot(x: TensorLike) -> TensorLike:
     """Return a copy of ``x`` that later changes do not affect."""
     if isinstance(x, np.ndarray):
         return x.copy()

@@ -18,8 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 
@@ -136,7 +135,7 @@ def with_scaled_gradient(x: tf.Tensor) -> tf.Tensor:
         return x
 
     @tf.custom_gradient
-    def identity(x: tf.Tensor) -> Any:
+    def identity(x: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
         return tf.identity(x), lambda upstream: times_share(upstream, factor)
 
     return identity(x)
@@ -147,7 +146,7 @@ def mark_share(dataset: tf.data.Dataset) -> None:
     _SHARES.set(dataset, True)
 
 
-def is_share(data: Any) -> bool:
+def is_share(data: object) -> bool:
     """Return True for a dataset marked by :func:`mark_share`, or derived from one."""
     inputs = data._inputs() if isinstance(data, tf.data.Dataset) else ()
     return data in _SHARES or any(map(is_share, inputs))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class Call(Contribution[Any]):
+class Call(Contribution[object]):
     """One rank's side of an eager collective.
 
     Attributes:
@@ -38,14 +38,14 @@ class Call(Contribution[Any]):
         joinable: joined ranks need not take part: they contribute zeros.
     """
 
-    payload: Any = None
+    payload: object = None
     dtypes: tuple[str, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
     uneven: bool = False
     problem: Exception | None = None
     joinable: bool = False
 
-    def signature(self) -> tuple[Any, ...]:
+    def signature(self) -> tuple[object, ...]:
         """Return the part that must be equal on all ranks."""
         inner = tuple(shape[1:] for shape in self.shapes) if self.uneven else self.shapes
         return (self.kind, self.dtypes, tuple(len(s) for s in self.shapes), inner)
@@ -70,7 +70,7 @@ def agree_on_call(call: Call, group: Group | None = None) -> list[Call]:
         if call.problem is not None:
             raise call.problem
         return [call]
-    sent: Contribution[Any] = call
+    sent: Contribution[object] = call
     if call.problem is not None:
         sent = Contribution(call.kind, None, Problem.of(call.problem, CollectiveMismatchError))
     calls: list[Call] = cluster.exchange(group).allgather(sent, str(call))
@@ -93,7 +93,7 @@ def exchange_payloads(kind: str, payload: Callable[[], T], group: Group | None =
         call.payload = payload()
     except Exception as error:
         call.problem = error
-    return [each.payload for each in agree_on_call(call, group)]
+    return [cast("T", each.payload) for each in agree_on_call(call, group)]
 
 
 def _check_signatures(calls: list[Call], ranks: Sequence[int]) -> None:
@@ -113,7 +113,7 @@ def _check_signatures(calls: list[Call], ranks: Sequence[int]) -> None:
     first = calls[0]
     remedy = "pass equal dtypes and shapes on every rank" + " (only the first axis may differ)" * first.uneven
 
-    def comparable(tensor: tuple[str, tuple[int, ...]]) -> Any:
+    def comparable(tensor: tuple[str, tuple[int, ...]]) -> tuple[object, ...]:
         dtype, shape = tensor
         return dtype, len(shape), shape[1:] if first.uneven else shape
 
@@ -136,7 +136,7 @@ def attempt(check: Callable[[], None]) -> Exception | None:
     return None
 
 
-def check_root(root: Any, group: Group | None = None) -> None:
+def check_root(root: object, group: Group | None = None) -> None:
     """Raise ValueError if ``root`` is not a rank, or not in ``group``."""
     ranks = range(cluster.size()) if group is None else group.ranks
     if not isinstance(root, (int, np.integer)) or isinstance(root, bool) or root not in ranks:

@@ -10,7 +10,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
@@ -22,11 +22,12 @@ from hvdkit.cluster.lone_training import lone_training
 from hvdkit.collectives import tensors
 from hvdkit.collectives.batch_share import current_factor, times_share, without_outer_tape
 from hvdkit.collectives.call_checks import JOIN, SMALL_BYTES, Call, agree_on_call, attempt
-from hvdkit.collectives.conversion import as_tensor, is_symbolic, result_converter
+from hvdkit.collectives.conversion import TensorLike, as_tensor, is_symbolic, result_converter
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.internals import record
 
 Tensors = list[tf.Tensor]
+Results = list[tf.Tensor] | list[np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,7 @@ def refusing_collectives() -> Iterator[None]:
         _refusal.active = before
 
 
-def run(collective: Collective, values: Sequence[Any]) -> list[Any]:
+def run(collective: Collective, values: Sequence[TensorLike]) -> list[Any]:
     """Run a collective on ``values``; return results of the same kind: numbers, arrays or tensors."""
     if _refusal.active:
         raise HvdkitError(describe(collective.kind, "a call on one rank", "calls on all ranks", "call it elsewhere"))
@@ -108,7 +109,7 @@ def run(collective: Collective, values: Sequence[Any]) -> list[Any]:
     return [result_converter(values[min(i, len(values) - 1)])(y) for i, y in enumerate(results)]
 
 
-def _run_eagerly(collective: Collective, inputs: Tensors, problem: Exception | None = None) -> list[Any]:
+def _run_eagerly(collective: Collective, inputs: Tensors, problem: Exception | None = None) -> Results:
     """Compare the calls of all ranks, sending small values along; then exchange larger values."""
     kind = collective.kind if collective.name is None else f"{collective.kind} {collective.name!r}"
     call = Call(kind, uneven=collective.uneven, problem=problem, joinable=collective.joinable)
@@ -120,7 +121,7 @@ def _run_eagerly(collective: Collective, inputs: Tensors, problem: Exception | N
     all_calls = agree_on_call(call, collective.group)
     calls = [each for each in all_calls if each.kind != JOIN]
     if collective.combine is not None and all(each.payload is not None for each in calls):
-        return collective.combine([each.payload for each in calls])
+        return collective.combine([cast("list[np.ndarray]", each.payload) for each in calls])
     if collective.uneven:
         _check_size(calls, collective)
     ranks = range(cluster.size()) if collective.group is None else collective.group.ranks
@@ -153,7 +154,7 @@ def _check_size(calls: Sequence[Call], collective: Collective) -> None:
         )
 
 
-def _differentiable(collective: Collective, forward: Callable[[Tensors], list[Any]], inputs: Tensors) -> Tensors:
+def _differentiable(collective: Collective, forward: Callable[[Tensors], Results], inputs: Tensors) -> Tensors:
     """Return ``forward(inputs)`` with the collective's own gradient.
 
     Inside :func:`share_of_batch`, the loss of rank s has weight f_s, so each rank multiplies the gradients that it
@@ -190,7 +191,7 @@ def _with_none(grads: Tensors, xs: Sequence[tf.Tensor]) -> Tensors:
     return [next(remaining) if x.dtype.is_floating else None for x in xs]
 
 
-def _assert_rows(collective: Collective, factor: tf.Tensor) -> Any:
+def _assert_rows(collective: Collective, factor: tf.Tensor) -> tf.Operation | None:
     """Assert that this rank has rows of the global batch, so that its values contributed."""
     got = f"{collective.kind} with a gradient, in a batch of fewer rows than ranks"
     expected = "rows on every rank"

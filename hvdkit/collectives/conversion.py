@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from hvdkit.errors import describe
 from hvdkit.internals import ResourceVariable
 
+if TYPE_CHECKING:
+    import keras
+
+TensorLike: TypeAlias = "npt.ArrayLike | tf.Tensor | tf.Variable | keras.Variable | tf.IndexedSlices"
+"""What users pass to collectives."""
 # Collectives build graph nodes in plain Python, which AutoGraph need not convert.
 graph_safe = tf.autograph.experimental.do_not_convert
 
 
-def is_symbolic(x: Any) -> bool:
+def is_symbolic(x: object) -> bool:
     """Return True for a tensor inside a graph, whose value is not known yet."""
     return isinstance(x, tf.Tensor) and not hasattr(x, "numpy")
 
 
-def as_tensor(x: Any) -> tf.Tensor:
+def as_tensor(x: TensorLike) -> tf.Tensor:
     """Return ``x`` (number, list, array, tensor, TensorFlow or Keras variable) as a tensor.
 
     Raises:
@@ -57,7 +63,7 @@ def _holds_numbers(dtype: np.dtype) -> bool:
         return False
 
 
-def result_converter(original: Any) -> Callable[[tf.Tensor | np.ndarray], Any]:
+def result_converter(original: TensorLike) -> Callable[[tf.Tensor | np.ndarray], Any]:
     """Return the function that converts a result to the kind of ``original``.
 
     Tensors and variables give tensors; everything else gives NumPy arrays, or plain numbers for scalar results.

@@ -14,7 +14,7 @@ import xxhash
 from hvdkit.errors import describe
 
 
-def digest(variable: Any) -> bytes:
+def digest(variable: object) -> bytes:
     """Return a 16-byte digest (XXH3-128) of a variable's dtype, shape and values, bit for bit.
 
     0.0 and -0.0 have different digests, NaNs with equal bits the same. On a CPU the values are read in place; from a
@@ -37,7 +37,7 @@ def digest(variable: Any) -> bytes:
     return hasher.digest()
 
 
-def tf_variable(variable: Any) -> tf.Variable:
+def tf_variable(variable: object) -> tf.Variable:
     """Return the TensorFlow variable: ``variable`` itself, or the one that a Keras variable wraps.
 
     Raises:

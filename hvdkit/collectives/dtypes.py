@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -43,7 +42,7 @@ Decode = Callable[[tf.Tensor], tf.Tensor]
 
 
 @functools.cache
-def wire_dtype(dtype: Any, op: ReduceOp) -> tf.DType:
+def wire_dtype(dtype: tf.DType, op: ReduceOp) -> tf.DType:
     """Return the dtype in which values of ``dtype`` are reduced by ``op``.
 
     Raises:
@@ -69,7 +68,7 @@ def wire_dtype(dtype: Any, op: ReduceOp) -> tf.DType:
     return wire
 
 
-def average_factor(wire: Any, size: int) -> float:
+def average_factor(wire: tf.DType, size: int) -> float:
     """Return the factor that turns a sum in dtype ``wire`` into an average; 1 if the sum is divided afterwards."""
     return float(np.float32(1.0 / size)) if tf.as_dtype(wire) in (tf.float16, tf.float32) else 1.0
 

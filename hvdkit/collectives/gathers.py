@@ -7,18 +7,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.collectives import dtypes, numpy_collectives, tensors
 from hvdkit.collectives.calls import Collective, Tensors, run
-from hvdkit.collectives.conversion import as_tensor, graph_safe, result_converter
+from hvdkit.collectives.conversion import TensorLike, as_tensor, graph_safe, result_converter
 from hvdkit.collectives.process_sets import RankGroup, describe_group, resolve
 from hvdkit.errors import describe
 
 
 @graph_safe
-def allgather(x: Any, *, process_set: RankGroup = None, group: RankGroup = None, name: str | None = None) -> Any:
+def allgather(x: TensorLike, *, process_set: RankGroup = None, group: RankGroup = None, name: str | None = None) -> Any:
     """Concatenate ``x`` of all ranks along the first axis, in rank order; every rank gets the result.
 
     The gradient of this rank's ``x`` is the sum over all ranks of the gradients of its rows.
@@ -53,7 +54,7 @@ def allgather(x: Any, *, process_set: RankGroup = None, group: RankGroup = None,
 
 @graph_safe
 def grouped_allgather(
-    xs: Sequence[Any], *, process_set: RankGroup = None, group: RankGroup = None, name: str | None = None
+    xs: Sequence[TensorLike], *, process_set: RankGroup = None, group: RankGroup = None, name: str | None = None
 ) -> list[Any]:
     """Gather several values like ``hk.allgather``, with a single comparison of the ranks' calls.
 
@@ -108,8 +109,8 @@ def _gradient_of_rows(x: tf.Tensor, dy: tf.Tensor, members: cluster.Group | None
 
 @graph_safe
 def alltoall(
-    x: Any,
-    splits: Any = None,
+    x: TensorLike,
+    splits: npt.ArrayLike | tf.Tensor | None = None,
     *,
     process_set: RankGroup = None,
     group: RankGroup = None,
@@ -158,9 +159,9 @@ def alltoall(
     def check(inputs: Tensors) -> None:
         (x,) = inputs
         dtypes.check_movable(x.dtype)
-        rows: Any = x.shape[0] if x.shape.rank is not None else None
+        rows: int | None = x.shape[0] if x.shape.rank is not None else None
         if tf.executing_eagerly():
-            counts.append(tf.constant(_checked_splits(splits, rows, size), tf.int32))
+            counts.append(tf.constant(_checked_splits(splits, x.shape[0], size), tf.int32))
             return
         # The splits are known when the graph is built, or only when it runs.
         static = splits if splits is None else tf.get_static_value(as_tensor(splits))
@@ -196,7 +197,7 @@ def alltoall(
     return received if splits is None else (received, result_converter(x)(received_splits))
 
 
-def _checked_splits(splits: Any, rows: int, size: int) -> np.ndarray:
+def _checked_splits(splits: npt.ArrayLike | tf.Tensor | None, rows: int, size: int) -> np.ndarray:
     """Return ``splits`` as an integer array. Raises ValueError if they do not match ``rows`` and ``size``."""
     if splits is None:
         if rows % size:
@@ -212,7 +213,9 @@ def _checked_splits(splits: Any, rows: int, size: int) -> np.ndarray:
     return counts.astype(np.int64)
 
 
-def _splits_in_graph(splits: Any, rows: tf.Tensor, size: int) -> tuple[tf.Tensor, tf.Tensor]:
+def _splits_in_graph(
+    splits: npt.ArrayLike | tf.Tensor | None, rows: tf.Tensor, size: int
+) -> tuple[tf.Tensor, tf.Tensor]:
     """Return ``splits`` (None: equal ones) and whether they match ``rows``, as tensors evaluated when the graph runs.
 
     Raises:

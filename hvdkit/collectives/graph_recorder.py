@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -57,7 +57,7 @@ def run(
     return _call_after(native(ready), end)
 
 
-def _call_after(values: Any, function: Callable[..., None], arguments: Sequence[tf.Tensor] = ()) -> Any:
+def _call_after(values: Result, function: Callable[..., None], arguments: Sequence[tf.Tensor] = ()) -> Result:
     """Return ``values``, one or several tensors, and have the graph call ``function`` once they are available."""
 
     def call(_: np.ndarray, *known: np.ndarray) -> np.ndarray:

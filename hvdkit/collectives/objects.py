@@ -33,7 +33,7 @@ def barrier(*, process_set: RankGroup = None, group: RankGroup = None) -> None:
     agree_on_call(Call(f"barrier({describe_group(members)})", joinable=True), members)
 
 
-def broadcast_object(obj: Any, root: int = 0, *, process_set: RankGroup = None, group: RankGroup = None) -> Any:
+def broadcast_object(obj: object, root: int = 0, *, process_set: RankGroup = None, group: RankGroup = None) -> Any:
     """Return rank ``root``'s picklable ``obj`` on every rank.
 
     Args:
@@ -67,7 +67,7 @@ def broadcast_object(obj: Any, root: int = 0, *, process_set: RankGroup = None, 
     return pickle.loads(objects[root if members is None else members.ranks.index(root)])
 
 
-def allgather_object(obj: Any, *, process_set: RankGroup = None, group: RankGroup = None) -> list[Any]:
+def allgather_object(obj: object, *, process_set: RankGroup = None, group: RankGroup = None) -> list[Any]:
     """Return the picklable ``obj`` of every rank, in rank order.
 
     Args:
@@ -94,7 +94,7 @@ def allgather_object(obj: Any, *, process_set: RankGroup = None, group: RankGrou
     return [pickle.loads(each) for each in exchange_payloads(kind, lambda: _pickle(obj), members)]
 
 
-def _pickle(obj: Any) -> bytes:
+def _pickle(obj: object) -> bytes:
     try:
         return pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection
+from typing import cast
 
 from hvdkit.errors import describe
 
@@ -52,7 +53,7 @@ def checked_op(op: object, among: Collection[ReduceOp] = GRADIENT_OPS) -> Reduce
         ValueError: ``op`` is not in ``among``.
     """
     try:
-        reduction = None if isinstance(op, bool) else ReduceOp(op)  # type: ignore[arg-type]
+        reduction = None if isinstance(op, bool) else ReduceOp(cast(int, op))
     except ValueError:
         reduction = None
     if reduction is None or reduction not in among:
@@ -65,6 +66,6 @@ def checked_op(op: object, among: Collection[ReduceOp] = GRADIENT_OPS) -> Reduce
 def op_label(op: object) -> str:
     """Return the name of ``op`` for messages and comparisons. ``op`` may be invalid."""
     try:
-        return ReduceOp(op).name  # type: ignore[arg-type]
+        return ReduceOp(cast(int, op)).name
     except ValueError:
         return repr(op)

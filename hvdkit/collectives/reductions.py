@@ -13,7 +13,7 @@ from hvdkit import cluster
 from hvdkit.collectives import dtypes, numpy_collectives, tensors
 from hvdkit.collectives.call_checks import check_root
 from hvdkit.collectives.calls import Collective, Tensors, run
-from hvdkit.collectives.conversion import graph_safe
+from hvdkit.collectives.conversion import TensorLike, graph_safe
 from hvdkit.collectives.gathers import allgather, grouped_allgather
 from hvdkit.collectives.ops import Average, ReduceOp, Sum, checked_op, op_label
 from hvdkit.collectives.process_sets import RankGroup, describe_group, resolve
@@ -22,7 +22,7 @@ from hvdkit.errors import describe
 
 @graph_safe
 def allreduce(
-    x: Any,
+    x: TensorLike,
     op: ReduceOp = Average,
     *,
     prescale_factor: float = 1.0,
@@ -89,7 +89,7 @@ def allreduce(
 
 @graph_safe
 def grouped_allreduce(
-    xs: Sequence[Any],
+    xs: Sequence[TensorLike],
     op: ReduceOp = Average,
     *,
     prescale_factor: float = 1.0,
@@ -157,27 +157,32 @@ def grouped_allreduce(
 
 
 def _reduce_mixed(
-    xs: Sequence[Any], op: ReduceOp, prescale: float, postscale: float, members: cluster.Group | None, name: str | None
+    xs: Sequence[TensorLike],
+    op: ReduceOp,
+    prescale: float,
+    postscale: float,
+    members: cluster.Group | None,
+    name: str | None,
 ) -> list[Any]:
     """Reduce dense values and IndexedSlices: the former in an allreduce, the rows of the latter in an allgather."""
     reduction = checked_op(op, (ReduceOp.Average, ReduceOp.Sum))
     _check_factors(prescale, postscale)
     size = cluster.size() if members is None else members.size
-    sparse = [i for i, x in enumerate(xs) if isinstance(x, tf.IndexedSlices)]
+    sparse = {i: x for i, x in enumerate(xs) if isinstance(x, tf.IndexedSlices)}
     dense = [i for i in range(len(xs)) if i not in sparse]
     results: dict[int, Any] = {}
     if dense:
         options = {"prescale_factor": prescale, "postscale_factor": postscale, "process_set": members, "name": name}
         results |= zip(dense, grouped_allreduce([xs[i] for i in dense], op, **options), strict=True)
-    values = [dtypes.scaled(tf.convert_to_tensor(xs[i].values), prescale) for i in sparse]
-    indices = [tf.convert_to_tensor(xs[i].indices) for i in sparse]
+    values = [dtypes.scaled(tf.convert_to_tensor(x.values), prescale) for x in sparse.values()]
+    indices = [tf.convert_to_tensor(x.indices) for x in sparse.values()]
     gathered = grouped_allgather([*values, *indices], process_set=members, name=name)
-    for number, i in enumerate(sparse):
+    for number, (i, x) in enumerate(sparse.items()):
         rows, positions = tf.unique(gathered[len(sparse) + number])
         total = tf.math.unsorted_segment_sum(gathered[number], positions, tf.size(rows))
         if reduction == ReduceOp.Average:
             total = dtypes.divided(total, size)
-        results[i] = tf.IndexedSlices(dtypes.scaled(total, postscale), rows, xs[i].dense_shape)
+        results[i] = tf.IndexedSlices(dtypes.scaled(total, postscale), rows, x.dense_shape)
     return [results[i] for i in range(len(xs))]
 
 
@@ -235,7 +240,7 @@ def _product_of_others(xs: Tensors, members: cluster.Group | None) -> Tensors:
 
 @graph_safe
 def reducescatter(
-    x: Any,
+    x: TensorLike,
     op: ReduceOp = Average,
     *,
     prescale_factor: float = 1.0,
@@ -288,7 +293,7 @@ def reducescatter(
 
 @graph_safe
 def grouped_reducescatter(
-    xs: Sequence[Any],
+    xs: Sequence[TensorLike],
     op: ReduceOp = Average,
     *,
     prescale_factor: float = 1.0,
@@ -362,7 +367,7 @@ def grouped_reducescatter(
 
 @graph_safe
 def broadcast(
-    x: Any, root: int = 0, *, process_set: RankGroup = None, group: RankGroup = None, name: str | None = None
+    x: TensorLike, root: int = 0, *, process_set: RankGroup = None, group: RankGroup = None, name: str | None = None
 ) -> Any:
     """Return rank ``root``'s ``x`` on every rank.
 

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import tensorflow as tf
 
 from hvdkit.cluster.progress import is_user_file
 from hvdkit.internals import tf_stack
 from hvdkit.watchdog.flight_recorder import FlightRecorder, collective_key, recorder
+
+if TYPE_CHECKING:
+    from traceback import FrameSummary
+
+Result = TypeVar("Result")
 
 MOST_SHAPES = 4
 """Maximum number of a collective's tensors to describe."""
@@ -52,7 +57,7 @@ class Site:
         """
         return tf.raw_ops.VarHandleOp(dtype=tf.float64, shape=[2], shared_name=f"hvdkit.{self._key}")
 
-    def record(self, native: Callable[[list[tf.Tensor]], Any], values: list[tf.Tensor]) -> Any:
+    def record(self, native: Callable[[list[tf.Tensor]], Result], values: list[tf.Tensor]) -> Result:
         """Return ``native(values)``, and record when ``values`` and the results become available in the graph."""
         with tf.control_dependencies(values), tf.device("/CPU:0"):
             began = tf.timestamp()
@@ -131,6 +136,6 @@ def describe_tensors(name: str, first: Sequence[str], count: int) -> str:
 
 def traced_line() -> str:
     """Return the innermost source line of the user. TensorFlow's stack maps AutoGraph's code to the original lines."""
-    frames: list[Any] = list(tf_stack.extract_stack())
+    frames: list[FrameSummary] = list(tf_stack.extract_stack())
     frame = ([frame for frame in frames if is_user_file(frame.filename)] or frames)[-1]
     return f"{frame.filename}:{frame.lineno}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import tensorflow as tf
 
@@ -19,6 +19,7 @@ from hvdkit import cluster
 from hvdkit.collectives import dtypes, graph_recorder, graphs
 from hvdkit.collectives.ops import ReduceOp
 
+Result = TypeVar("Result")
 # Collectives called by users share one name, so that Horovod also compares their kinds.
 PUBLIC = "hvdkit.collective"
 # A number is encoded as that many axes of size 1, modulo this: TensorFlow's tensors have at most 254 axes.
@@ -80,7 +81,7 @@ def _reduce_by_wire_dtype(
     indices_of: dict[tf.DType, list[int]] = {}
     for i, x in enumerate(tensors):
         indices_of.setdefault(dtypes.wire_dtype(x.dtype, op), []).append(i)
-    results: list[Any] = [None] * len(tensors)
+    results: list[tf.Tensor | None] = [None] * len(tensors)
     for number, (dtype, indices) in enumerate(indices_of.items()):
         originals = [tensors[i] for i in indices]
         wire = [_WireTensor(x, dtype, op, _size(group), prescale, postscale) for x in originals]
@@ -155,16 +156,16 @@ def _size(group: cluster.Group | None) -> int:
 
 def _run(
     kind: str,
-    native: Callable[..., Any],
+    native: Callable[..., Result],
     tensors: list[tf.Tensor],
     name: str,
     group: cluster.Group | None,
     *,
     shown: Sequence[tf.Tensor],
     uneven: bool = False,
-) -> Any:
+) -> Result:
     """Run Horovod's op ``native`` on ``tensors``, eagerly or as part of the current graph, and return its result."""
-    options: dict[str, Any] = {"ignore_name_scope": True}
+    options: dict[str, object] = {"ignore_name_scope": True}
     if group is not None and group.process_set is not None:
         options["process_set"] = group.process_set
     if not tf.inside_function():
@@ -199,7 +200,7 @@ def _allreduce_one_dtype(
     scale = dtypes.average_factor(tensors[0].dtype, _size(group)) if op == ReduceOp.Average else 1.0
     native = {"op": int(ReduceOp.Sum if op == ReduceOp.Average else op), "prescale_factor": scale}
 
-    def reduce(*ready: tf.Tensor, **options: Any) -> list[tf.Tensor]:
+    def reduce(*ready: tf.Tensor, **options: object) -> list[tf.Tensor]:
         if len(ready) == 1:
             return [_allreduce(*ready, **native, **options)]
         return list(_grouped_allreduce(list(ready), **native, **options))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 Value = TypeVar("Value")
 
@@ -30,9 +30,9 @@ class WeakRegistry(Generic[Value]):
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[weakref.ref[Any], Value]] = {}
+        self._entries: dict[int, tuple[weakref.ref[object], Value]] = {}
 
-    def set(self, owner: Any, value: Value) -> None:
+    def set(self, owner: object, value: Value) -> None:
         """Replace the value of ``owner``.
 
         Raises:
@@ -41,23 +41,23 @@ class WeakRegistry(Generic[Value]):
         key = id(owner)
         self._entries[key] = weakref.ref(owner, functools.partial(self._forget, key)), value
 
-    def get(self, owner: Any) -> Value | None:
+    def get(self, owner: object) -> Value | None:
         """Return the value of ``owner``; None if it doesn't have one."""
         found = self._entries.get(id(owner))
         return found[1] if found is not None and found[0]() is owner else None
 
-    def discard(self, owner: Any) -> None:
+    def discard(self, owner: object) -> None:
         """Remove the value of ``owner``, if any."""
         self._entries.pop(id(owner), None)
 
-    def __contains__(self, owner: Any) -> bool:
+    def __contains__(self, owner: object) -> bool:
         found = self._entries.get(id(owner))
         return found is not None and found[0]() is owner
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def _forget(self, key: int, dead: weakref.ref[Any]) -> None:
+    def _forget(self, key: int, dead: weakref.ref[object]) -> None:
         found = self._entries.get(key)
         if found is not None and found[0] is dead:  # keep the entry of a newer object with the same id
             del self._entries[key]
@@ -77,11 +77,11 @@ class Attached(Generic[Value]):
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def set(self, owner: Any, value: Value) -> None:
+    def set(self, owner: object, value: Value) -> None:
         """Replace the value of ``owner``."""
         object.__setattr__(owner, self._name, value)
 
-    def get(self, owner: Any) -> Value | None:
+    def get(self, owner: object) -> Value | None:
         """Return the value of ``owner``, or None."""
         found: Value | None = vars(owner).get(self._name)
         return found

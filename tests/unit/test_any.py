@@ -15,21 +15,16 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hvdkit"
 STAYS_ANY = {
     "anything that TensorFlow converts to a tensor; the result is of the same kind": {
         "collectives.asynchronous.*",
-        "collectives.conversion.*.x",
         "collectives.gathers.*",
         "collectives.reductions.*",
     },
     "objects that are pickled and compared": {
         "cluster.agreement.*",
-        "collectives.call_checks.Call.signature.return",
         "collectives.objects.*",
     },
     "arguments of users, before they are checked": {
-        "collectives.batch_share.is_share.data",
-        "collectives.call_checks.check_root.root",
         "collectives.digests.*",
     },
-    "any object of another library": {"collectives.weak_registry.*.owner"},
     "data in a structure of the user's choice": {
         "data.batches.GlobalBatches.__init__.arrays_or_source",
         "data.batches.GlobalBatches.__init__.map_fn",
