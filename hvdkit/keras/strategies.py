@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import context
 
 from hvdkit.cluster import is_chief, size
 from hvdkit.cluster.logs import warn_once
 from hvdkit.errors import HvdkitError, describe
+from hvdkit.internals import context
 
 _REMEDY = "remove strategy.scope(): hvdkit's ranks replace the strategy"
 
