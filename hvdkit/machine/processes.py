@@ -99,6 +99,12 @@ def cpu_nanoseconds(pid: int, thread: int) -> int | None:
     return sum(map(int, fields[11:13])) * 10**9 // os.sysconf("SC_CLK_TCK") if fields else None
 
 
+def waited_seconds(pid: int) -> float:
+    """Return the seconds for which the main thread of a process could run and had no core; 0 if unknown."""
+    fields = _read(f"/proc/{pid}/schedstat").split()
+    return int(fields[1]) / 1e9 if len(fields) > 1 else 0.0
+
+
 def descendants(pid: int) -> list[int]:
     """Return the PIDs of all descendants of ``pid``."""
     children_of = _children if _has_thread_file("children") else _children_by_parent().get

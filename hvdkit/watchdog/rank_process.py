@@ -52,6 +52,8 @@ class RankProcess:
         self.exiting_since = 0.0
         self._resident = 0  # pages of its memory when that last changed during its exit, and when this was
         self._resident_since = 0.0
+        self._ended_at = 0.0  # when its exit last made progress, and for how long it had waited for a core until then
+        self._waited = 0.0
         self.raised_at: float | None = None
         self.has_ended = False
         self._reader: FlightReader | None = None
@@ -130,18 +132,23 @@ class RankProcess:
         """Return for how long the rank's exit has made no progress, or 0 if that is within the limits.
 
         Handlers of the user may take long while they compute, transfer data or wait for a child process. Without
-        Python, only the process's memory is freed, and libraries end; MPI computes while it waits for other ranks.
+        Python, only the process's memory is freed, and libraries end; MPI computes while it waits for other ranks. The
+        time in which the process waits for a core does not count.
         """
         exiting = self.exiting
         if exiting is None or exiting.is_bounded or not exiting.seconds:
             return 0.0
         process = processes.stat(self.pid)
-        if process is not None and abs(process.resident - self._resident) > _CHANGED_PAGES:
-            self._resident = process.resident
+        if process is None or process.state == "D" or abs(process.resident - self._resident) > _CHANGED_PAGES:
+            self._resident = 0 if process is None else process.resident
             self._resident_since = now
-        without_python = now - max(self.exiting_since, self._resident_since, state.python)
-        if without_python > exiting.seconds:
-            return without_python
+        ended_at = max(self.exiting_since, self._resident_since, state.python)
+        waited = processes.waited_seconds(self.pid)
+        if ended_at != self._ended_at:
+            self._ended_at = ended_at
+            self._waited = waited
+        if now - ended_at - (waited - self._waited) > exiting.seconds:
+            return now - ended_at
         idle = min(idle, now - self.exiting_since)
         return idle if exiting.patience and idle > exiting.patience else 0.0
 

@@ -208,7 +208,7 @@ def exits(rank: RankProcess, now: float, seconds: float = 120.0) -> None:
     rank.exiting_since = now
 
 
-def test_when_the_end_of_a_rank_is_late(watched):
+def test_when_the_end_of_a_rank_is_late(watched, monkeypatch):
     """Python's end is seen from outside: what runs afterwards has a shorter limit than handlers of the user."""
     _, rank, recorder, now = watched
     exits(rank, now)
@@ -225,6 +225,12 @@ def test_when_the_end_of_a_rank_is_late(watched):
     status = rank.status(now + 2000.0)
     assert not status.is_late and status.idle == 0.0
     rank.busy = None
+    exits(rank, now + 1.0)
+    waits = iter([5.0, 104.0, 106.0, 106.0])  # for a core
+    monkeypatch.setattr(processes, "waited_seconds", lambda pid: next(waits))
+    struct.pack_into("<d", recorder._memory, 56, now)
+    seen = [rank.status(now + seconds) for seconds in (1.0, 218.0, 221.5, 223.0)]
+    assert [status.is_late for status in seen] == [False, False, False, True]
     exits(rank, now, seconds=0.0)  # not limited
     assert not rank.status(now + 2000.0).is_late
 
