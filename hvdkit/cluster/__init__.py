@@ -5,7 +5,7 @@ and GPU, and returns a :class:`Cluster`. Later, ranks exchange Python objects (:
 Start with world.py, which calls the others in this order:
 
     settings.py    the environment variables of MPI and Horovod; some come from rings.py or a file (tuned.py)
-    engine.py      starts Horovod and MPI; tensorflow_loading.py and hwloc.py let users import them in any order
+    engine.py      starts Horovod and MPI; tensorflow_loading.py loads TensorFlow before them
     devices.py     threads, core and GPU of this rank
     rank_facts.py  what ranks exchange at the start; mesh.py: the mesh and its groups
     exchange.py    exchanges Python objects among ranks; agreement.py: compares values of all ranks

@@ -1,29 +1,35 @@
-"""Loads TensorFlow, before or after MPI, and hides its startup messages."""
+"""Loads TensorFlow before MPI, and hides its startup messages."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import importlib.util
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 
 from hvdkit.cluster import log_filter
-from hvdkit.cluster.hwloc import bind_hwloc
+from hvdkit.errors import ClusterError, describe, see
 from hvdkit.machine import supported
 from hvdkit.machine.launcher import ALONE, launched_rank
 
+_FRAMEWORK = "libtensorflow_framework.so.2"
+
 
 def prepare_import() -> None:
-    """Make ``import hvdkit`` safe in any order. In a process started by a launcher, import TensorFlow now.
+    """Import TensorFlow in a rank of several, as part of ``import hvdkit``.
 
     Such a process will train, and needs the seconds for TensorFlow's import anyway. Importing it here ensures that a
-    later ``from mpi4py import MPI`` comes after it, and hides the startup messages. Without a launcher (as for the
-    hvdkit command or in a notebook), TensorFlow is not imported.
+    later ``from mpi4py import MPI`` comes after it, and hides the startup messages. Other processes, such as the hvdkit
+    command and notebooks, may not need TensorFlow.
+
+    Raises:
+        ClusterError: MPI has been started first, and would crash when it is finalized.
     """
-    if "mpi4py.MPI" in sys.modules:
-        bind_hwloc()
     launched = launched_rank()
     if launched is not ALONE and launched.size > 1:
         load_tensorflow()
@@ -37,11 +43,11 @@ def load_tensorflow() -> None:
 
     Raises:
         ImportError: TensorFlow is not installed; the message includes the command that installs it.
+        ClusterError: MPI has been started first, and would crash when it is finalized.
     """
+    _check_import_order()
     if "tensorflow" in sys.modules:
         return
-    if "mpi4py.MPI" in sys.modules:
-        bind_hwloc()
     level = os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1" if launched_rank().rank == 0 else "2")
     try:
         with _garbage_collection_paused(), _filtered_stderr() if level != "0" else nullcontext():
@@ -54,6 +60,39 @@ def load_tensorflow() -> None:
             "run `pip install 'hvdkit[cpu]'` (or `'hvdkit[gpu]'`)",
             name="tensorflow",
         ) from error
+
+
+def exports_hwloc() -> bool:
+    """Return whether the installed TensorFlow exports functions of hwloc, without importing it."""
+    spec = importlib.util.find_spec("tensorflow")
+    if spec is None or spec.origin is None:
+        return False
+    framework = Path(spec.origin).with_name(_FRAMEWORK)
+    return framework.exists() and hasattr(ctypes.CDLL(str(framework)), "hwloc__topology_disadopt")
+
+
+def _check_import_order() -> None:
+    """Raise ClusterError if mpi4py has started MPI before TensorFlow is loaded, and MPI would crash at exit.
+
+    Open MPI 4 and TensorFlow each contain hwloc, and export functions with the same names. The linker binds a function
+    at its first call: those of ``MPI_Init`` to MPI's copy, but those that only ``MPI_Finalize`` calls to TensorFlow's,
+    if TensorFlow has been loaded in between. It gets a topology with another layout, and crashes in
+    ``hwloc__topology_disadopt``. If TensorFlow is loaded first, all of MPI's calls go to its copy, which works.
+    """
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+        return
+    modules = list(sys.modules)  # in the order of their imports
+    if "tensorflow" in modules and modules.index("tensorflow") < modules.index("mpi4py.MPI"):
+        return
+    vendor, version = mpi.get_vendor()
+    # LD_BIND_NOW binds all functions when MPI is loaded, to its own copy.
+    if vendor != "Open MPI" or version[0] >= 5 or os.environ.get("LD_BIND_NOW") or not exports_hwloc():
+        return
+    first = "hvdkit" if launched_rank().size > 1 else "tensorflow"
+    got = f"mpi4py.MPI before TensorFlow, so that Open MPI {'.'.join(map(str, version))} would crash at exit"
+    remedy = f"import {first} before mpi4py"
+    raise ClusterError(describe("imports", got, "TensorFlow first", remedy) + f"; {see('settings#import-order')}")
 
 
 @contextmanager

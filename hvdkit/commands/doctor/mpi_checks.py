@@ -114,7 +114,7 @@ def without_launcher(facts: Facts) -> Finding:
 def import_order(facts: Facts) -> Finding:
     """Check for the hwloc conflict: Open MPI 4.1 and TensorFlow both contain hwloc, and the first may call the other's.
 
-    With Open MPI loaded first, ranks crash at exit (``hwloc__topology_disadopt``) with 3 or more ranks on a host.
+    With Open MPI loaded first, ranks crash at exit (``hwloc__topology_disadopt``).
     """
     name = "import-order"
     exports = facts.training["tensorflow"].get("exports_hwloc")
@@ -125,8 +125,8 @@ def import_order(facts: Facts) -> Finding:
     exposed = at_risk and not facts.environment.get("LD_BIND_NOW")
     details = {"tensorflow_exports_hwloc": exports, "library": str(library), "exposed": exposed}
     if exposed:
-        what = f"with {library}, mpi4py.MPI imported before TensorFlow crashes at exit on 3 or more ranks"
-        remedy = "import hvdkit: it makes any order safe; without it, import tensorflow before mpi4py.MPI"
+        what = f"with {library}, mpi4py.MPI imported before TensorFlow crashes at exit"
+        remedy = "import hvdkit (or, without it, tensorflow) before mpi4py.MPI"
         return Finding(name, "note", what, remedy, details)
     why = "LD_BIND_NOW is set" if at_risk else str(library)
     return Finding(name, "ok", f"any order is safe ({why})", details=details)

@@ -12,25 +12,21 @@ import importlib.metadata
 import importlib.util
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
+from hvdkit.cluster.tensorflow_loading import exports_hwloc
 from hvdkit.machine.mpi import loaded_libraries
-
-TF_FRAMEWORK = "libtensorflow_framework.so.2"
 
 
 def tensorflow() -> dict[str, Any]:
     """Report TensorFlow's version, whether it is built for CUDA, its GPUs, and whether it exports hwloc."""
     import tensorflow as tf
 
-    framework = Path(tf.sysconfig.get_lib()) / TF_FRAMEWORK
-    exports_hwloc = framework.exists() and hasattr(ctypes.CDLL(str(framework)), "hwloc__topology_disadopt")
     return {
         "version": tf.__version__,
         "cuda": bool(tf.test.is_built_with_cuda()),
         "gpus": [device.name for device in tf.config.list_physical_devices("GPU")],
-        "exports_hwloc": exports_hwloc,
+        "exports_hwloc": exports_hwloc(),
     }
 
 
