@@ -110,9 +110,9 @@ def exchange_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
 
 
 def manifest_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
-    """Agree on a checkpoint's manifest with the other ranks, like the start of a restore."""
+    """Agree on a checkpoint's manifest (and a state without tensors) with the other ranks: the start of a restore."""
     from hvdkit.checkpoint.folder import latest
-    from hvdkit.checkpoint.rank_checks import agreed_manifest
+    from hvdkit.checkpoint.rank_checks import open_checkpoint
     from hvdkit.cluster import world
     from hvdkit.cluster.exchange import ObjectExchange
 
@@ -124,6 +124,6 @@ def manifest_rank0(size: int, folder: Path, seconds: float, fault: str) -> None:
     )
     with ring(size, folder) as communicator:
         world._world = world._World(here, horovod(size), ObjectExchange(horovod(size), communicator))
-        found = {"manifest exchange": measured(lambda: agreed_manifest(path), communicator)}
+        found = {"manifest exchange": measured(lambda: open_checkpoint(path, {}), communicator)}
     world._world = None
     write(folder, "rank0.json", found)

@@ -7,9 +7,9 @@ The chief controls the exchange. It broadcasts the description of the next trans
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,14 +17,11 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.checkpoint.entries import StateTensor
-from hvdkit.checkpoint.manifest import Manifest
-from hvdkit.checkpoint.reading import Reader
 from hvdkit.checkpoint.tensorfile import BLOCK_BYTES
 from hvdkit.checkpoint.writing import Save, SaveReport, Snapshot
 from hvdkit.cluster.agreement import gather
 from hvdkit.collectives import tensors
-from hvdkit.errors import CheckpointError, NonFiniteError
-from hvdkit.sharding.partition import FLAT
+from hvdkit.collectives.call_checks import attempt
 
 
 class _Transfer(NamedTuple):
@@ -41,9 +38,7 @@ class _Transfer(NamedTuple):
 
 
 class _End(NamedTuple):
-    """The chief's final message: success, or the error."""
-
-    error: Exception | None
+    """The chief's final message: no further transfer follows. Ranks then agree on whether an error occurred."""
 
 
 class ThroughChief:
@@ -92,77 +87,50 @@ def _remote(tensor: StateTensor, rank: int, indices: Mapping[str, Any]) -> State
     return remote
 
 
-def restore_through_chief(
-    path: Path,
-    manifest: Manifest,
-    tensors: Sequence[StateTensor],
-    names: dict[str, str],
-    assign: Callable[[StateTensor, np.ndarray | None], None],
-) -> None:
-    """Read ``tensors`` on the chief and send every rank its part. Every rank calls it.
+def send_parts(parts: Iterable[tuple[int, StateTensor, np.ndarray]]) -> None:
+    """On the chief: send each part of a tensor to a rank, while the other ranks are in :func:`receive_parts`."""
+    with _leading():
+        for rank, tensor, part in parts:
+            data = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+            for start in range(0, len(data), BLOCK_BYTES):
+                stop = min(start + BLOCK_BYTES, len(data))
+                _perform(_Transfer(tensor.name, start, stop, 0, rank), data[start:stop])
 
-    Raises:
-        CorruptCheckpointError, CheckpointError: on every rank: the chief cannot read.
-    """
-    local_specs = {t.name: (t.kind, t.index, t.partition == FLAT, t.resize) for t in tensors}
-    specs_by_rank = gather(cluster.exchange(), "a restore through the chief", lambda: local_specs)
+
+def receive_parts(tensors: Sequence[StateTensor], assign: Callable[[StateTensor, np.ndarray], None]) -> None:
+    """On another rank: take part in the transfers of :func:`send_parts`, and assign each part that is complete."""
     by_name = {tensor.name: tensor for tensor in tensors}
-    if not cluster.is_chief():
-        _receive_parts(by_name, assign)
-        return
-    with _leading(), Reader(path, manifest) as reader:
-        for rank, specs in enumerate(specs_by_rank):
-            for name, (kind, index, flat, resize) in specs.items():
-                saved_name = names[name]
-                if kind == "per_rank":
-                    part = reader.per_rank(saved_name, rank, cluster.size(), resize)
-                else:
-                    assert index is not None
-                    part = reader.sharded(saved_name, index, flat=flat)
-                if rank == 0:
-                    assign(by_name[name], part)
-                elif part is not None:
-                    _send_part(rank, name, part)
-
-
-def _receive_parts(tensors: dict[str, StateTensor], assign: Callable[[StateTensor, np.ndarray | None], None]) -> None:
     parts: dict[str, np.ndarray] = {}
+    problems: list[Exception] = []
     for transfer in _follow():
         data = _exchange(transfer, None)
         if transfer.target == cluster.rank():
-            tensor = tensors[transfer.name]
+            tensor = by_name[transfer.name]
             part = parts.setdefault(transfer.name, np.empty(tensor.part_shape, tensor.dtype))
             part.reshape(-1).view(np.uint8)[transfer.start : transfer.stop] = data
             if transfer.stop == part.nbytes:
-                assign(tensor, parts.pop(transfer.name))
+                problem = attempt(partial(assign, tensor, parts.pop(transfer.name)))
+                problems += [] if problem is None else [problem]
             del part  # do not keep it while other ranks receive theirs
-
-
-def _send_part(rank: int, name: str, part: np.ndarray) -> None:
-    data = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
-    for start in range(0, len(data), BLOCK_BYTES):
-        stop = min(start + BLOCK_BYTES, len(data))
-        _perform(_Transfer(name, start, stop, 0, rank), data[start:stop])
+    if problems:  # only now: other ranks wait for this one in every transfer
+        raise problems[0]
 
 
 @contextlib.contextmanager
 def _leading() -> Iterator[None]:
-    """On the chief: at the end, end the loops over :func:`_follow` on the other ranks, which raise the same error."""
+    """On the chief: at the end, also after an error, end the loops over :func:`_follow` on the other ranks."""
     try:
         yield
-    except Exception as error:
-        is_picklable = isinstance(error, CheckpointError | NonFiniteError)
-        cluster.exchange().broadcast(_End(error if is_picklable else CheckpointError(f"rank 0: {error}")), 0)
+    except Exception:
+        cluster.exchange().broadcast(_End(), 0)
         raise
-    cluster.exchange().broadcast(_End(None), 0)
+    cluster.exchange().broadcast(_End(), 0)
 
 
 def _follow() -> Iterator[_Transfer]:
-    """Yield the chief's transfers on another rank, which must take part in each, and raise the chief's error."""
+    """Yield the chief's transfers on another rank, which must take part in each."""
     while not isinstance(message := cluster.exchange().broadcast(None, 0), _End):
         yield message
-    if message.error is not None:
-        raise type(message.error)(f"rank 0: {message.error}")
 
 
 def _perform(transfer: _Transfer, data: np.ndarray | None) -> np.ndarray:

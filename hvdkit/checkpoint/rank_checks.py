@@ -5,43 +5,35 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 from hvdkit import cluster
 from hvdkit.checkpoint.entries import State
 from hvdkit.checkpoint.files import checkpoint_errors
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.matching import without_numbers
+from hvdkit.checkpoint.reading import Reader
 from hvdkit.checkpoint.state import flatten
 from hvdkit.cluster import agreement
+from hvdkit.cluster.agreement import Problem, run_on_all_ranks
 from hvdkit.errors import CheckpointError, describe
 
 T = TypeVar("T")
 Signature: TypeAlias = list[tuple[str, str, tuple[int, ...], str, str | None]]
 
 
-def run_on_all_ranks(kind: str, action: Callable[[], T]) -> T:
-    """Run ``action`` on every rank and return this rank's result. If it raises on one rank, all ranks raise an error.
+def run_on_chief(kind: str, action: Callable[[], T]) -> T:
+    """Run ``action`` on the chief and return its result, which must be picklable, on every rank.
 
     Args:
         kind: a description for messages; the same on every rank.
         action: the function to run; may raise.
 
     Raises:
-        Exception: the exception that ``action`` raised on this rank.
-        CheckpointError: on other ranks; the message names the rank that failed.
-    """
-    results: list[T] = []
-    agreement.gather(cluster.exchange(), kind, lambda: results.append(action()), error=CheckpointError)
-    return results[0]
-
-
-def run_on_chief(kind: str, action: Callable[[], T]) -> T:
-    """Run ``action`` on the chief and return its result, which must be picklable, on every rank.
-
-    Args and Raises as for :func:`run_on_all_ranks`.
+        Exception: on the chief: the exception that ``action`` raised.
+        CheckpointError: on other ranks; the message has that of the chief.
     """
     value = action if cluster.is_chief() else lambda: None
     return cast(T, agreement.gather(cluster.exchange(), kind, value, error=CheckpointError)[0])
@@ -56,28 +48,36 @@ def agreed_state(state: Mapping[str, Any]) -> State:
         TypeError: something in it cannot be saved.
         CollectiveMismatchError: ranks differ; the message names rank and tensor.
     """
-    exchange = cluster.exchange()
-    flattened = State()
+    kind = "state to save or restore"
+    flattened, digests = agreement.run_and_describe(
+        cluster.exchange(), kind, lambda: flatten(state), _digest, error=CheckpointError
+    )
+    return _with_names_of_chief(flattened, digests)
 
-    def digest() -> bytes:
-        nonlocal flattened
-        flattened = flatten(state)
-        return hashlib.sha256(repr(_signature(flattened)).encode()).digest()
 
-    digests = agreement.gather(exchange, "state to save or restore", digest, error=CheckpointError)
+def _with_names_of_chief(state: State, digests: list[bytes]) -> State:
+    """Compare a state across ranks, given the digest of each, and rename its tensors and values as on the chief."""
     if len(set(digests)) > 1:
-        signatures = agreement.gather(exchange, "different states to save or restore", lambda: _signature(flattened))
+        kind = "different states to save or restore"
+        signatures = agreement.gather(cluster.exchange(), kind, lambda: _signature(state))
         remedy = "build the same model on every rank"
         agreement.compare(signatures, "state", remedy, key=_without_numbers, show=_first_difference)
-        for tensor, (name, *_) in zip(flattened.tensors.values(), signatures[0], strict=False):
+        names = [name for name, *_ in signatures[0]]
+        for tensor, name in zip(state.tensors.values(), names, strict=False):
             tensor.name = name
-        flattened.tensors = {tensor.name: tensor for tensor in flattened.tensors.values()}
-    return flattened
+        state.values = dict(zip(names[len(state.tensors) :], state.values.values(), strict=True))
+        state.tensors = {tensor.name: tensor for tensor in state.tensors.values()}
+    return state
+
+
+def _digest(state: State) -> bytes:
+    return hashlib.sha256(repr(_signature(state)).encode()).digest()
 
 
 def _signature(state: State) -> Signature:
     tensors = [(t.name, t.kind, t.shape, t.dtype.name, t.partition) for t in state.tensors.values()]
-    return [*tensors, *((name, "value", (), "", None) for name in state.values)]
+    kinds = {name: "value of each rank" if value.per_rank else "value" for name, value in state.values.items()}
+    return [*tensors, *((name, kind, (), "", None) for name, kind in kinds.items())]
 
 
 def _without_numbers(signature: Signature) -> list[tuple[Any, ...]]:
@@ -95,22 +95,96 @@ def _describe_tensor(signature: tuple[Any, ...]) -> str:
     return f"{name!r} ({dtype}{list(shape)}, {kind}{' ' + partition if partition else ''})"
 
 
-def agreed_manifest(path: Path, *, gather: bool = False) -> Manifest:
-    """Return the manifest of ``path``, identical on every rank.
+class Opened(NamedTuple):
+    """A checkpoint and the state to restore from it, after all ranks have agreed on both.
 
-    Every rank reads it and compares its checksum with the chief's, because a manifest has an entry for each rank and
-    tensor and may be large. With ``gather`` the chief sends it.
+    Attributes:
+        state: this rank's state.
+        manifest: the manifest, identical on every rank.
+        indices: with ``gather``: for every rank, the index of its part of each tensor, in the order of the state.
+        rank_values: with ``gather``: the plain values of every rank that saved.
+    """
+
+    state: State
+    manifest: Manifest
+    indices: list[list[tuple[range, ...] | None]]
+    rank_values: Mapping[int, Mapping[str, Any]]
+
+
+class _Opening(NamedTuple):
+    """A rank's message at the start of a restore: the digest of its state, and the manifest's checksum or its problem.
+
+    With ``gather``, also what :class:`Opened` has of that rank.
+    """
+
+    digest: bytes
+    checksum: str | None
+    problem: Problem | None
+    indices: list[tuple[range, ...] | None]
+    manifest: Manifest | None
+    rank_values: dict[int, Mapping[str, Any]]
+
+
+def open_checkpoint(path: Path, into: Mapping[str, Any], *, gather: bool = False) -> Opened:
+    """Flatten ``into``, read the manifest of ``path``, and compare both across ranks, in one exchange.
+
+    Every rank reads the manifest and sends its checksum, because a manifest has an entry for each rank and tensor and
+    may be large. With ``gather`` only the chief reads, and sends it.
 
     Raises:
-        CheckpointError: on every rank: ``Manifest.load`` fails or a rank reads a different manifest.
+        TypeError, CollectiveMismatchError: on every rank: as for :func:`agreed_state`; these come first.
+        CheckpointError: on every rank: ``Manifest.load`` fails on the chief, or a rank reads a different manifest.
     """
-    if gather or cluster.size() == 1:
-        return run_on_chief("a manifest", lambda: Manifest.load(path))
-    checksum = run_on_chief("a manifest", lambda: Manifest.load(path).checksum)
+
+    def read() -> tuple[State, Manifest | Exception | None]:
+        state = flatten(into)
+        try:
+            if cluster.is_chief():
+                return state, Manifest.load(path)
+            return state, None if gather else _parse(path)
+        except Exception as error:
+            return state, error
+
+    def describe_reading(own: tuple[State, Manifest | Exception | None]) -> _Opening:
+        state, found = own
+        manifest = found if isinstance(found, Manifest) else None
+        sent = manifest if gather else None
+        return _Opening(
+            _digest(state),
+            None if manifest is None else manifest.checksum,
+            Problem.of(found, CheckpointError) if isinstance(found, Exception) else None,
+            [tensor.index for tensor in state.tensors.values()] if gather else [],
+            sent,
+            {} if sent is None else read_rank_values(path, sent, state, range(cluster.size())),
+        )
+
+    kind = "state and checkpoint to restore"
+    (state, found), ranks = agreement.run_and_describe(
+        cluster.exchange(), kind, read, describe_reading, error=CheckpointError
+    )
+    state = _with_names_of_chief(state, [each.digest for each in ranks])
+    chief = ranks[0]
+    if chief.problem is not None:
+        if cluster.is_chief() and isinstance(found, Exception):
+            raise found
+        raise chief.problem.error(f"a manifest: rank 0 raised {chief.problem.text}")
+    manifest = chief.manifest if gather else found
+    if not gather and len({each.checksum for each in ranks}) > 1:
+        manifest = _read_again(path, str(chief.checksum))
+    assert isinstance(manifest, Manifest)
+    return Opened(state, manifest, [each.indices for each in ranks], chief.rank_values)
+
+
+def _parse(path: Path) -> Manifest:
+    _refresh(path.parent)
+    return Manifest.parse(path)
+
+
+def _read_again(path: Path, checksum: str) -> Manifest:
+    """Return the manifest, which some rank did not find, or found another one before the chief had finished."""
 
     def read() -> Manifest:
-        _refresh(path.parent)
-        manifest = Manifest.parse(path)
+        manifest = _parse(path)
         if manifest.checksum != checksum:
             here = cluster.cluster()
             got = f"a different manifest on rank {here.rank} ({here.hosts[here.rank]}) than on rank 0 ({here.hosts[0]})"
@@ -118,7 +192,21 @@ def agreed_manifest(path: Path, *, gather: bool = False) -> Manifest:
             raise CheckpointError(describe(str(path), got, "one checkpoint", remedy))
         return manifest
 
-    return run_on_all_ranks("every rank's manifest", read)
+    return run_on_all_ranks(cluster.exchange(), "every rank's manifest", read, error=CheckpointError)
+
+
+def read_rank_values(
+    path: Path, manifest: Manifest, state: State, ranks: Iterable[int]
+) -> dict[int, Mapping[str, Any]]:
+    """Return the plain values of those of ``ranks`` that saved; of no rank if ``state`` has no such values.
+
+    Raises:
+        CorruptCheckpointError: they differ from those written.
+    """
+    if not any(value.per_rank for value in state.values.values()):
+        return {}
+    with Reader(path, manifest) as reader:
+        return {rank: reader.rank_values(rank) for rank in ranks if rank < manifest.size}
 
 
 def check_shared(folder: Path) -> None:
@@ -147,7 +235,7 @@ def check_shared(folder: Path) -> None:
 
     probe = folder / run_on_chief("a folder to save in", create_probe)
     try:
-        run_on_all_ranks("a look into the folder", check_probe)
+        run_on_all_ranks(cluster.exchange(), "a look into the folder", check_probe, error=CheckpointError)
     finally:
         if cluster.is_chief():
             probe.unlink(missing_ok=True)

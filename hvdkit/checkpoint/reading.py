@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdkit.checkpoint.entries import Resize
+from hvdkit.checkpoint.entries import Resize, StateTensor
 from hvdkit.checkpoint.manifest import Manifest, Part, TensorEntry, shard_name
 from hvdkit.checkpoint.tensorfile import BLOCK_BYTES, TensorFile
 from hvdkit.data.aligned import aligned_empty
@@ -45,6 +45,24 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
     def bytes_read(self) -> int:
         """Bytes read so far."""
         return sum(file.bytes_read for file in self._files.values())
+
+    def part(self, tensor: StateTensor, name: str, rank: int, size: int) -> np.ndarray | None:
+        """Return the part of a tensor for ``rank`` of ``size``, or None to keep its value.
+
+        Args:
+            tensor: the tensor to restore, with the index for that rank.
+            name: its name in the checkpoint.
+            rank, size: a rank of this job, and its number of ranks.
+
+        Raises:
+            CorruptCheckpointError: bytes differ from those saved; the message names file, tensor and rows.
+        """
+        if tensor.kind == "replicated":
+            return self.whole(name)
+        if tensor.kind == "per_rank":
+            return self.per_rank(name, rank, size, tensor.resize)
+        assert tensor.index is not None
+        return self.sharded(name, tensor.index, flat=tensor.partition == FLAT)
 
     def whole(self, name: str) -> np.ndarray:
         """Return an entire replicated or sharded tensor.

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from hvdkit import cluster
-from hvdkit.checkpoint.chief_io import restore_through_chief
+from hvdkit.checkpoint.chief_io import receive_parts, send_parts
 from hvdkit.checkpoint.entries import State, StateTensor
 from hvdkit.checkpoint.folder import clear_damage, record_damage
 from hvdkit.checkpoint.manifest import NAME, Manifest, shard_name
 from hvdkit.checkpoint.matching import match
-from hvdkit.checkpoint.rank_checks import agreed_manifest, agreed_state, run_on_all_ranks, run_on_chief
+from hvdkit.checkpoint.rank_checks import Opened, open_checkpoint, read_rank_values
 from hvdkit.checkpoint.reading import Reader
-from hvdkit.collectives import broadcast
+from hvdkit.cluster.agreement import run_on_all_ranks
 from hvdkit.data.aligned import tensor_of
 from hvdkit.errors import CheckpointError, CorruptCheckpointError
-from hvdkit.sharding.partition import FLAT
-from hvdkit.sharding.variables import broadcast_variables
+from hvdkit.sharding.variables import broadcast_compared
 
 
 def restore(path: str | Path, into: Mapping[str, Any], *, gather: bool = False) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def restore(path: str | Path, into: Mapping[str, Any], *, gather: bool = False) 
     Raises:
         CheckpointError: the checkpoint does not exist, or is from another model; the state is unchanged.
         CorruptCheckpointError: bytes differ from those saved; the message names rank, file and rows. Some variables
-            may already have been set.
+            and values may already have been set.
 
     Examples:
         >>> import tempfile
@@ -54,25 +55,23 @@ def restore(path: str | Path, into: Mapping[str, Any], *, gather: bool = False) 
         (100, 8.0)
     """
     path = Path(path)
-    state = agreed_state(into)
     try:
-        manifest = agreed_manifest(path, gather=gather)
-        names = run_on_all_ranks("names in a checkpoint", lambda: match(manifest, state, path))
-        rank_values = _read_rank_values(path, manifest, state, gather)
-        # Restore values first: if they do not fit, tensors are still unchanged.
-        run_on_all_ranks(
-            "values of a checkpoint", lambda: restore_values(path, manifest, state, rank_values, cluster.rank())
-        )
-        _restore_tensors(path, manifest, state, names, gather)
+        opened = open_checkpoint(path, into, gather=gather)
+        names = match(opened.manifest, opened.state, path)  # equal on all ranks, like the error
+        restore_parts = _restore_from_chief if gather else _restore_own
+        _on_all_ranks("values of a checkpoint", lambda: _set_values(path, opened, gather))
+        # Values first: if they do not fit, tensors are still unchanged.
+        _on_all_ranks("tensors of a checkpoint", lambda: restore_parts(path, opened, names))
+        _broadcast_equal(opened)
     except CorruptCheckpointError as damage:
         if cluster.is_chief():
             record_damage(path, str(damage))
         raise
     # Keys missing from `into` are not read. If fewer ranks restore than saved, some per-rank parts are not read either.
-    is_all_read = set(names.values()) == set(manifest.variables) and cluster.size() >= manifest.size
+    is_all_read = set(names.values()) == set(opened.manifest.variables) and cluster.size() >= opened.manifest.size
     if is_all_read and cluster.is_chief():
         clear_damage(path)
-    return {key: _replace(key, item, state.restored) for key, item in into.items()}
+    return {key: _replace(key, item, opened.state.restored) for key, item in into.items()}
 
 
 def restore_values(path: Path, manifest: Manifest, state: State, rank_values: Mapping[str, Any], rank: int) -> None:
@@ -95,58 +94,68 @@ def restore_values(path: Path, manifest: Manifest, state: State, rank_values: Ma
             raise CheckpointError(f"{path}: {name!r} does not fit this run: {error}") from error
 
 
-def _read_rank_values(path: Path, manifest: Manifest, state: State, gather: bool) -> Mapping[str, Any]:
-    """Return the plain values saved for this rank; with ``gather`` the chief reads those of all ranks."""
-    if not any(value.per_rank for value in state.values.values()):
-        return {}
-    ranks = range(cluster.size()) if gather else [cluster.rank()]
-
-    def read() -> dict[int, Mapping[str, Any]]:
-        with Reader(path, manifest) as reader:
-            return {rank: reader.rank_values(rank) for rank in ranks if rank < manifest.size}
-
-    return (run_on_chief if gather else run_on_all_ranks)("each rank's values", read).get(cluster.rank(), {})
+def _on_all_ranks(kind: str, action: Callable[[], None]) -> None:
+    run_on_all_ranks(cluster.exchange(), kind, action, error=CheckpointError)
 
 
-def _restore_tensors(path: Path, manifest: Manifest, state: State, names: dict[str, str], gather: bool) -> None:
+def _set_values(path: Path, opened: Opened, gather: bool) -> None:
+    """Set the plain values of this rank; with ``gather`` the chief has sent them."""
     rank = cluster.rank()
-    size = cluster.size()
-    # The chief reads tensors that are equal on all ranks, and broadcasts them.
-    equal = [t for t in state.tensors.values() if _is_equal_on_all_ranks(t, manifest, size)]
-    partitioned = [t for t in state.tensors.values() if not _is_equal_on_all_ranks(t, manifest, size)]
+    manifest = opened.manifest
+    values = opened.rank_values if gather else read_rank_values(path, manifest, opened.state, [rank])
+    restore_values(path, manifest, opened.state, values.get(rank, {}), rank)
 
-    def read() -> None:
-        with Reader(path, manifest) as reader:
-            for tensor in equal if rank == 0 else ():
-                _assign(tensor, read_part(reader, tensor, names[tensor.name], 0, size))
-            for tensor in () if gather else partitioned:
-                _assign(tensor, read_part(reader, tensor, names[tensor.name], rank, size))
 
-    run_on_all_ranks("tensors of a checkpoint", read)
-    if gather:
-        restore_through_chief(path, manifest, partitioned, names, _assign)
-    if size > 1:
-        if variables := [t.variable for t in equal if t.variable is not None]:
-            broadcast_variables(variables)
-        for tensor in equal:
+def _restore_own(path: Path, opened: Opened, names: Mapping[str, str]) -> None:
+    """Read and set this rank's part of each tensor. The chief alone reads those that are equal on all ranks."""
+    rank = cluster.rank()
+    with Reader(path, opened.manifest) as reader:
+        for tensor in opened.state.tensors.values():
+            if rank == 0 or not _is_equal_on_all_ranks(tensor, opened.manifest):
+                _assign(tensor, reader.part(tensor, names[tensor.name], rank, cluster.size()))
+
+
+def _restore_from_chief(path: Path, opened: Opened, names: Mapping[str, str]) -> None:
+    """Read all ranks' parts on the chief, and send them. Every rank calls it."""
+    if not cluster.is_chief():
+        receive_parts(list(opened.state.tensors.values()), _assign)
+        return
+
+    def parts() -> Iterator[tuple[int, StateTensor, np.ndarray]]:
+        for rank, indices in enumerate(opened.indices):
+            for own, index in zip(opened.state.tensors.values(), indices, strict=True):
+                if rank == 0 or not _is_equal_on_all_ranks(own, opened.manifest):
+                    part = reader.part(replace(own, index=index), names[own.name], rank, cluster.size())
+                    if rank == 0:
+                        _assign(own, part)
+                    elif part is not None:
+                        yield rank, own, part
+
+    with Reader(path, opened.manifest) as reader:
+        send_parts(parts())
+
+
+def _broadcast_equal(opened: Opened) -> None:
+    """Send the tensors that are equal on all ranks from the chief, which has read them."""
+    equal = [t for t in opened.state.tensors.values() if _is_equal_on_all_ranks(t, opened.manifest)]
+    if cluster.size() > 1:
+        variables = [_array_variable(t, opened.state) if t.variable is None else t.variable for t in equal]
+        broadcast_compared(variables)
+        for tensor, variable in zip(equal, variables, strict=True):
             if tensor.variable is None:
-                tensor.assign(np.asarray(broadcast(state.restored[tensor.name] if rank == 0 else tensor.read())))
+                tensor.assign(variable.numpy())
 
 
-def _is_equal_on_all_ranks(tensor: StateTensor, manifest: Manifest, size: int) -> bool:
+def _array_variable(tensor: StateTensor, state: State) -> tf.Variable:
+    """Return a variable with the values of an array: on the chief, the restored ones."""
+    with tf.device("/CPU:0"):
+        return tf.Variable(state.restored[tensor.name] if cluster.is_chief() else tensor.read())
+
+
+def _is_equal_on_all_ranks(tensor: StateTensor, manifest: Manifest) -> bool:
     """Return True for replicated tensors, and for per-rank tensors that are reduced over the ranks that saved."""
-    is_reduced = tensor.kind == "per_rank" and tensor.resize != "keep" and size != manifest.size
+    is_reduced = tensor.kind == "per_rank" and tensor.resize != "keep" and cluster.size() != manifest.size
     return tensor.kind == "replicated" or is_reduced
-
-
-def read_part(reader: Reader, tensor: StateTensor, name: str, rank: int, size: int) -> np.ndarray | None:
-    """Return the part of a tensor for ``rank`` of ``size`` (all of a replicated one), or None to keep its value."""
-    if tensor.kind == "replicated":
-        return reader.whole(name)
-    if tensor.kind == "per_rank":
-        return reader.per_rank(name, rank, size, tensor.resize)
-    assert tensor.index is not None
-    return reader.sharded(name, tensor.index, flat=tensor.partition == FLAT)
 
 
 def _assign(tensor: StateTensor, part: np.ndarray | None) -> None:

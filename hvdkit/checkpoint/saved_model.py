@@ -18,7 +18,7 @@ from hvdkit.checkpoint.inspection import newest_at
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.matching import match
 from hvdkit.checkpoint.reading import Reader
-from hvdkit.checkpoint.restoring import read_part, restore_values
+from hvdkit.checkpoint.restoring import restore_values
 from hvdkit.checkpoint.state import flatten
 from hvdkit.errors import describe
 from hvdkit.machine.replacing import replaced
@@ -108,7 +108,7 @@ def _restore(path: Path, into: dict[str, Any]) -> None:
     names = match(manifest, state, path)
     with Reader(path, manifest) as reader:
         for tensor in state.tensors.values():
-            part = read_part(reader, tensor, names[tensor.name], 0, 1)
+            part = reader.part(tensor, names[tensor.name], 0, 1)
             if part is not None:
                 tensor.assign(part)
         needs_rank_values = any(value.per_rank for value in state.values.values())

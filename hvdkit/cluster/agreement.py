@@ -4,6 +4,7 @@ If only one rank raised, the others would wait for it in the exchange. So every 
 its value or its exception, and all ranks evaluate the same list:
 
 * :func:`gather` returns the values of all ranks; an exception on one rank raises an error on all of them;
+* :func:`run_on_all_ranks` is the same for an action whose result stays on its rank;
 * :func:`compare` raises on every rank if one value differs;
 * :func:`agree` does both.
 """
@@ -21,6 +22,7 @@ from hvdkit.cluster.exchange import ObjectExchange
 from hvdkit.errors import CollectiveMismatchError, HvdkitError, describe
 
 T = TypeVar("T")
+D = TypeVar("D")
 _MAX_RANKS_SHOWN = 4
 _MISSING = object()
 SAME_CALLS = "call the same collectives in the same order on every rank"
@@ -92,6 +94,42 @@ def gather(
     if problem is not None:
         raise problem
     return [part.payload for part in check_calls(parts, exchange.ranks)]
+
+
+def run_and_describe(
+    exchange: ObjectExchange,
+    kind: str,
+    action: Callable[[], T],
+    describe: Callable[[T], D],
+    *,
+    error: type[HvdkitError] = CollectiveMismatchError,
+) -> tuple[T, list[D]]:
+    """Run ``action`` on every rank; return this rank's result, and the description of every rank's result.
+
+    Args:
+        exchange, kind, error: as for :func:`gather`.
+        action: the function to run. Its result need not be picklable.
+        describe: returns a picklable description of the result.
+
+    Raises:
+        Exception: the exception of ``action`` or ``describe`` on this rank.
+        HvdkitError: ``error``; it names the lowest rank with an exception.
+    """
+    results: list[T] = []
+
+    def run() -> D:
+        results.append(action())
+        return describe(results[0])
+
+    descriptions = gather(exchange, kind, run, error=error)
+    return results[0], descriptions
+
+
+def run_on_all_ranks(
+    exchange: ObjectExchange, kind: str, action: Callable[[], T], *, error: type[HvdkitError] = CollectiveMismatchError
+) -> T:
+    """Run ``action`` on every rank; return this rank's result. Args and Raises as for :func:`run_and_describe`."""
+    return run_and_describe(exchange, kind, action, lambda _: None, error=error)[0]
 
 
 def check_calls(sent: Sequence[Any], ranks: Sequence[int]) -> list[Any]:

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from hvdkit import cluster
-from hvdkit.cluster.agreement import compare, gather
+from hvdkit.cluster.agreement import compare, run_and_describe
 from hvdkit.data import GlobalBatches
 from hvdkit.data.division import division_of
 from hvdkit.data.files.source import FileSource
@@ -161,11 +161,12 @@ def prepare_data(call: str, build: Callable[[], DataPair]) -> DataPair:
         Exception: ``build`` failed on this rank.
         CollectiveMismatchError: ``build`` failed on another rank, or arguments or data differ between ranks.
     """
-    built: list[DataPair] = []
 
-    def build_and_describe() -> _DataDescription:
+    def checked_pair() -> DataPair:
         check_no_scope()
-        built.append(pair := build())
+        return build()
+
+    def describe_pair(pair: DataPair) -> _DataDescription:
         return _DataDescription(
             seed=context.global_seed(),
             random_seed=secrets.randbits(31),
@@ -174,15 +175,15 @@ def prepare_data(call: str, build: Callable[[], DataPair]) -> DataPair:
             digests=[getattr(s, "digest", None) for s in pair],
         )
 
-    ranks = gather(cluster.exchange(), call, build_and_describe)
+    built, ranks = run_and_describe(cluster.exchange(), call, checked_pair, describe_pair)
     _compare(ranks)
     seeds = {rank.seed for rank in ranks}
     if len(seeds) > 1 or None in seeds:
         chief_seed = ranks[0].random_seed if ranks[0].seed is None else ranks[0].seed
-        for shares in built[0]:
+        for shares in built:
             if isinstance(shares, ArrayShares) and cluster.size() > 1:
                 shares.seed = chief_seed
-    return built[0]
+    return built
 
 
 @dataclass(frozen=True)

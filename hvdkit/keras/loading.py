@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 from hvdkit import cluster
-from hvdkit.cluster.agreement import gather
+from hvdkit.cluster.agreement import run_on_all_ranks
 from hvdkit.errors import describe
 from hvdkit.optimizer.distributed import distribute
 from hvdkit.optimizer.mixins import DistributedMixin
@@ -70,13 +70,11 @@ def load_model(
         2
         >>> history = hk.fit(model, x, y, epochs=4, initial_epoch=2, verbose=0)
     """
-    loaded: list[Any] = []
-    gather(
+    model = run_on_all_ranks(
         cluster.exchange(),
         "load_model()",
-        lambda: loaded.append(_load(Path(path), custom_objects, compile, safe_mode, options)),
+        lambda: _load(Path(path), custom_objects, compile, safe_mode, options),
     )
-    model = loaded[0]
     optimizer = getattr(model, "optimizer", None)
     broadcast_variables([*model.variables, *(() if optimizer is None else optimizer.variables)])
     return model

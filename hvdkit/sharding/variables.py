@@ -56,9 +56,14 @@ def broadcast_variables(variables: Iterable[AnyVariable], root: int = 0) -> None
     everywhere = gather(cluster.exchange(), f"broadcast_variables(root={root})", signatures)
     # Names may differ (Keras numbers layers in order of creation), but shapes and dtypes must not.
     compare(everywhere, "variables", _REMEDY, key=lambda each: [kind for _, *kind in each], show=_first_difference)
+    broadcast_compared(replicated, root)
+
+
+def broadcast_compared(variables: list[AnyVariable], root: int = 0) -> None:
+    """Set every variable to its value on rank ``root``. The ranks have compared their lists: shapes and dtypes."""
     if cluster.size() == 1:
         return
-    for number, batch in enumerate(_batches(replicated)):
+    for number, batch in enumerate(_batches(variables)):
         _broadcast_batch(batch, root, f"hvdkit.variables.{number}")
 
 

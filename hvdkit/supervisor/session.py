@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdkit import cluster
-from hvdkit.checkpoint.rank_checks import agreed_state, run_on_all_ranks, run_on_chief
-from hvdkit.cluster.agreement import gather
+from hvdkit.checkpoint.rank_checks import agreed_state, run_on_chief
+from hvdkit.cluster.agreement import gather, run_on_all_ranks
 from hvdkit.cluster.logs import get_logger
 from hvdkit.cluster.progress import progress, spending
 from hvdkit.errors import CheckpointError, HvdkitError, describe, integer
@@ -200,7 +200,7 @@ class Supervisor:
             prepare_folder(self._folder, gather=self._gather)
             rate = current_rate(self._optimizer)
             self.restored_from = restore_or_initialize(self._folder, self._state, gather=self._gather)
-            run_on_all_ranks("summaries", self._open_summaries)
+            run_on_all_ranks(cluster.exchange(), "summaries", self._open_summaries, error=CheckpointError)
         except BaseException:
             self._lock.release()
             raise

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import random
 import resource
+import shutil
+import time
 from pathlib import Path
 
 import keras
@@ -100,7 +102,7 @@ class State:
         ]
 
 
-def raises_on_every_rank(kind: type[Exception], action) -> list[str]:
+def raises_on_every_rank(kind: type[Exception] | tuple[type[Exception], ...], action) -> list[str]:
     """Return every rank's message, after all ranks have raised an error of ``kind`` or one that names it."""
     with pytest.raises(kind) as caught:
         action()
@@ -164,6 +166,27 @@ def test_some_keys_of_what_was_saved(shared_path):
     for name, table in other.tables.items():
         np.testing.assert_array_equal(table.local, saved.tables[name].local)
     np.testing.assert_array_equal(other.half, before)
+
+
+@GATHER
+def test_a_restore_makes_three_agreements(shared_path, monkeypatch, gather):
+    """Through the chief there are also messages, without a name, which announce each transfer and the end."""
+    saved, other = State(1), State(2)
+    kinds: list[str] = []
+    exchange = type(hk.cluster.exchange())
+    real = exchange.allgather_bytes
+    monkeypatch.setattr(exchange, "allgather_bytes", lambda *args: kinds.append((*args, None)[2]) or real(*args))
+    hk.checkpoint.save(shared_path / "a", saved.mapping(), gather=gather)
+    prepared = ["state to save or restore", "hk.checkpoint.save()"]
+    prepared += ["a save through the chief"] if gather else ["a folder to save in", "a look into the folder"]
+    named = [kind for kind in kinds if kind is not None]
+    assert named[: len(prepared)] == prepared and {*named[len(prepared) :]} == {"the end of a save"}
+    assert not gather or len(named) == len(prepared) + 1
+    kinds.clear()
+    hk.checkpoint.restore(shared_path / "a", other.mapping(), gather=gather)
+    agreements = ["state and checkpoint to restore", "values of a checkpoint", "tensors of a checkpoint"]
+    assert [kind for kind in kinds if kind is not None] == agreements
+    assert gather == (None in kinds)
 
 
 @GATHER
@@ -251,6 +274,53 @@ def test_what_was_whole_may_be_cut_now_and_the_other_way_round(shared_path):
     np.testing.assert_array_equal(whole, numbers)
 
 
+@GATHER
+def test_a_rank_that_cannot_take_its_part_is_named_by_all(shared_path, gather, rank, size):
+    table = Cut(numbers((8, 2), 1), "div")
+    hk.checkpoint.save(shared_path / "a", {"t": table})
+    if rank == size - 1:
+        table.assign_local = lambda values: table.local.assign(values[:, :1])
+    errors = raises_on_every_rank(
+        (hk.CheckpointError, ValueError),
+        lambda: hk.checkpoint.restore(shared_path / "a", {"t": table}, gather=gather),
+    )
+    start = f"tensors of a checkpoint: rank {size - 1} raised ValueError: "
+    assert all(text.startswith(start) for text in errors[:-1]) and "shape" in errors[-1]
+
+
+@GATHER
+def test_names_that_differ_in_a_number_are_the_chiefs(shared_path, gather, rank):
+    """Tensors and values alike; the checkpoint is the same as if all ranks had the chief's names."""
+    saved, other = (
+        {f"w_{rank}": tf.Variable(x), f"n_{rank}": int(x), f"r_{rank}": random.Random(int(x) + rank)}
+        for x in (1.0, 2.0)
+    )
+    drawn = random.Random(1 + rank).random()
+    hk.checkpoint.save(shared_path / "a", saved, gather=gather)
+    restored = hk.checkpoint.restore(shared_path / "a", other, gather=gather)
+    assert restored[f"n_{rank}"] == 1 and restored[f"w_{rank}"].numpy() == 1.0
+    assert restored[f"r_{rank}"].random() == drawn
+
+
+def test_values_of_other_kinds_are_another_state(shared_path, rank):
+    """A value for all ranks, and one of each rank."""
+    state = {"v": 3 if rank == 0 else random.Random(3)}
+    errors = raises_on_every_rank(hk.CollectiveMismatchError, lambda: hk.checkpoint.save(shared_path / "a", state))
+    assert all("'v' ([], value)" in text and "'v' ([], value of each rank)" in text for text in errors)
+
+
+def test_a_checkpoint_that_the_chief_has_just_copied(shared_path, rank):
+    """The others look for it before it is there."""
+    variable = tf.Variable(1.0)
+    hk.checkpoint.save(shared_path / "a", {"v": variable})
+    variable.assign(2.0)
+    if rank == 0:
+        time.sleep(0.5)
+        shutil.copytree(shared_path / "a", shared_path / "b")
+    hk.checkpoint.restore(shared_path / "b", {"v": variable})
+    assert variable.numpy() == 1.0
+
+
 def test_what_is_not_there_is_refused_on_every_rank(shared_path):
     errors = raises_on_every_rank(
         hk.CheckpointError, lambda: hk.checkpoint.restore(shared_path / "none", {"v": tf.Variable(1.0)})
@@ -281,7 +351,7 @@ def test_damage_that_one_rank_meets_is_told_by_all(shared_path, gather, rank, si
     rows = f"'t' is damaged in rows 0 to {len(table.local_index[0]) - 1 if rank == victim else ''}"
     assert all(file.name in text and rows in text for text in errors)
     reader = 0 if gather else victim
-    prefix = f"rank {reader}: " if gather else f"tensors of a checkpoint: rank {reader} raised CorruptCheckpointError: "
+    prefix = f"tensors of a checkpoint: rank {reader} raised CorruptCheckpointError: "
     assert all(text.startswith(prefix) for r, text in enumerate(errors) if r != reader)
 
 
@@ -355,3 +425,10 @@ def test_ranks_that_do_not_share_a_folder(shared_path, rank, size):
     assert Path(own / "a").exists() == (rank == 0)
     hk.checkpoint.restore(own / "a", other.mapping(), gather=True)
     assert other.bits() == saved.bits()
+    if rank == 0:  # every host has another checkpoint of this name
+        for other_rank in range(1, size):
+            shutil.copytree(own / "a", shared_path / f"host-{other_rank}" / "a")
+    hk.barrier()
+    hk.checkpoint.save(own / "a", {**saved.mapping(), "array": saved.array + 1}, gather=True)
+    errors = raises_on_every_rank(hk.CheckpointError, lambda: hk.checkpoint.restore(own / "a", other.mapping()))
+    assert all("a different manifest on rank 1" in text and "gather=True" in text for text in errors[:2])

@@ -11,7 +11,7 @@ import pytest
 from helpers.cases import case
 from helpers.speed import WAIT
 
-from hvdkit.cluster.agreement import agree, compare, find_outlier, gather
+from hvdkit.cluster.agreement import agree, compare, find_outlier, gather, run_and_describe, run_on_all_ranks
 from hvdkit.errors import CheckpointError, ClusterError, CollectiveMismatchError, CorruptCheckpointError
 
 
@@ -62,6 +62,35 @@ def test_equal_values_come_back_in_rank_order():
         assert agreed == [[[1, 2]] * size] * size
         gathered = everywhere(size, lambda exchange, index: gather(exchange, "index", lambda: index))
         assert gathered == [list(range(size))] * size
+
+
+def locks(size, failing=None):
+    """Return every rank's result and the descriptions, with and without, if one rank may fail."""
+
+    def locked(index):
+        if index == failing:
+            raise CorruptCheckpointError("no lock")
+        return index, threading.Lock()  # cannot be pickled
+
+    def describing(exchange, index):
+        return run_and_describe(exchange, "locks", lambda: locked(index), lambda own: own[0], error=CheckpointError)
+
+    def running(exchange, index):
+        return run_on_all_ranks(exchange, "locks", lambda: locked(index), error=CheckpointError)
+
+    return everywhere(size, describing), everywhere(size, running)
+
+
+def test_a_result_stays_on_its_rank_and_only_its_description_is_sent():
+    for size in (1, 3):
+        described, kept = locks(size)
+        for rank in range(size):
+            (number, _), descriptions = described[rank]
+            assert (number, descriptions, kept[rank][0]) == (rank, list(range(size)), rank)
+    for outcomes in locks(3, failing=1):
+        for rank in range(3):
+            text = "no lock" if rank == 1 else "locks: rank 1 raised CorruptCheckpointError: no lock"
+            assert type(outcomes[rank]) is CorruptCheckpointError and str(outcomes[rank]) == text
 
 
 OUTLIERS = {

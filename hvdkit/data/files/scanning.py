@@ -108,19 +108,12 @@ class Scan(NamedTuple):
 
 def agree_on_columns(first_batch: Callable[[], Any]) -> Any:
     """Return ``first_batch()``, after comparing the names, types and numbers of axes across ranks. A collective."""
-    batches: list[Any] = []
-
-    def columns() -> str:
-        batches.append(first_batch())
-        return columns_of(batches[0])
-
-    if cluster.is_initialized():
-        what = "the first row of data files"
-        ranks = agreement.gather(cluster.exchange(), what, columns, error=DataError)
-        agreement.compare(ranks, what, "pass the same columns= or parse= on every rank")
-    else:
-        columns()
-    return batches[0]
+    if not cluster.is_initialized():
+        return first_batch()
+    what = "the first row of data files"
+    batch, ranks = agreement.run_and_describe(cluster.exchange(), what, first_batch, columns_of, error=DataError)
+    agreement.compare(ranks, what, "pass the same columns= or parse= on every rank")
+    return batch
 
 
 def columns_of(batch: Any) -> str:
