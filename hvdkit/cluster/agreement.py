@@ -16,7 +16,7 @@ import itertools
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar, cast
 
 from hvdkit.cluster.exchange import ObjectExchange
 from hvdkit.errors import CollectiveMismatchError, HvdkitError, describe
@@ -93,7 +93,7 @@ def gather(
     parts = [_unpickle(part) for part in exchange.allgather_bytes(data, kind)]
     if problem is not None:
         raise problem
-    return [part.payload for part in check_calls(parts, exchange.ranks)]
+    return [cast("Contribution[T]", part).payload for part in check_calls(parts, exchange.ranks)]
 
 
 def run_and_describe(
@@ -132,7 +132,7 @@ def run_on_all_ranks(
     return run_and_describe(exchange, kind, action, lambda _: None, error=error)[0]
 
 
-def check_calls(sent: Sequence[Any], ranks: Sequence[int]) -> list[Any]:
+def check_calls(sent: Sequence[object], ranks: Sequence[int]) -> list[object]:
     """Return the contributions of all ``ranks`` from the messages that they sent.
 
     Raises:
@@ -147,7 +147,7 @@ def check_calls(sent: Sequence[Any], ranks: Sequence[int]) -> list[Any]:
     return parts
 
 
-def find_outlier(values: Sequence[Any]) -> tuple[int, int] | None:
+def find_outlier(values: Sequence[object]) -> tuple[int, int] | None:
     """Return the index of the first value that differs from the usual one, and the index of the first usual value.
 
     The usual value is that of the majority; without a majority, the first one. Values are equal if they compare equal
@@ -180,7 +180,7 @@ def compare(
     *,
     ranks: Sequence[int] | None = None,
     error: type[HvdkitError] = CollectiveMismatchError,
-    key: Callable[[T], Any] = lambda value: value,
+    key: Callable[[T], object] = lambda value: value,
     show: Callable[[T, T], tuple[str, str]] = lambda odd, usual: (repr(odd), repr(usual)),
 ) -> None:
     """Raise an error if the ranks' values differ.
@@ -226,7 +226,7 @@ def agree(
     what: str,
     remedy: str,
     *,
-    key: Callable[[T], Any] = lambda value: value,
+    key: Callable[[T], object] = lambda value: value,
     show: Callable[[T, T], tuple[str, str]] = lambda odd, usual: (repr(odd), repr(usual)),
 ) -> list[T]:
     """Return the value of every rank, after checking that they are equal: :func:`gather`, then :func:`compare`."""
@@ -235,7 +235,7 @@ def agree(
     return values
 
 
-def differing_indices(first: Sequence[Any], second: Sequence[Any]) -> list[int]:
+def differing_indices(first: Sequence[object], second: Sequence[object]) -> list[int]:
     """Return the indices at which two lists differ, including those that only one list has.
 
     Example:
@@ -246,7 +246,7 @@ def differing_indices(first: Sequence[Any], second: Sequence[Any]) -> list[int]:
     return [index for index, (one, other) in enumerate(pairs) if one is _MISSING or one != other]
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(one: object, other: object) -> bool:
     with contextlib.suppress(ValueError):  # arrays have no truth value
         if one == other:
             return True
@@ -264,25 +264,25 @@ def _listed(ranks: Sequence[int]) -> str:
     return f"{ranks[0]} (ranks {shown}{more} also differ)"
 
 
-def _contribution(sent: Any) -> Any:
+def _contribution(sent: object) -> object:
     """Return a rank's message as a Contribution, or unchanged if it belongs to another exchange."""
     if type(sent) is tuple and len(sent) == 3 and isinstance(sent[0], str) and isinstance(sent[2], Problem | None):
         return Contribution(*sent)
     return sent
 
 
-def _kind(part: Any) -> Any:
+def _kind(part: object) -> tuple[type, str] | None:
     """Return the part of a message that must be equal on all ranks; None for a message of another exchange."""
     return (type(part), part.kind) if isinstance(part, Contribution) else None
 
 
-def shown_calls(odd: Any, usual: Any) -> tuple[str, str]:
+def shown_calls(odd: object, usual: object) -> tuple[str, str]:
     """Return descriptions of two ranks' calls, for messages."""
-    odd, usual = (str(each) if isinstance(each, Contribution) else "another exchange" for each in (odd, usual))
-    return odd, usual
+    got, expected = (str(each) if isinstance(each, Contribution) else "another exchange" for each in (odd, usual))
+    return got, expected
 
 
-def _unpickle(data: bytes) -> Any:
+def _unpickle(data: bytes) -> object:
     """Unpickle a rank's message; None for the bytes of another exchange."""
     try:
         return pickle.loads(data)

@@ -12,13 +12,17 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
+from hvdkit.cluster.mesh import HorovodProcessSet
 from hvdkit.cluster.tensorflow_loading import load_tensorflow
 from hvdkit.errors import ClusterError, describe, see
 from hvdkit.machine.launcher import ALONE, LaunchedRank
 from hvdkit.machine.mpi import loaded_libraries
 from hvdkit.watchdog.lines import write_line
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 # Free bytes below which the disk of Open MPI's temporary files counts as full.
 _LEAST_BYTES = 1 << 16
@@ -72,7 +76,7 @@ def _check_keras_backend() -> None:
 
 def start_horovod(
     launched: LaunchedRank, sets: Sequence[tuple[int, ...]] = ()
-) -> tuple[ModuleType, Any, dict[tuple[int, ...], Any]]:
+) -> tuple[ModuleType, MPI.Intracomm | None, dict[tuple[int, ...], HorovodProcessSet]]:
     """Start Horovod, under an MPI launcher after MPI.
 
     mpi4py starts MPI, so that mpi4py also finalizes it, when the interpreter exits. Horovod can then be shut down and
@@ -121,7 +125,7 @@ def finalize_mpi() -> None:
 
 
 def add_process_sets(
-    hvd: ModuleType, known: dict[tuple[int, ...], Any], new: Sequence[tuple[int, ...]], *, over_mpi: bool
+    hvd: ModuleType, known: dict[tuple[int, ...], HorovodProcessSet], new: Sequence[tuple[int, ...]], *, over_mpi: bool
 ) -> None:
     """Create Horovod's process sets of ``new``, and add them to ``known``. Every rank calls it, between collectives.
 
@@ -185,7 +189,7 @@ def _check_srun_plugin(launched: LaunchedRank) -> None:
         raise ClusterError(describe("srun --mpi", got, "pmix, by which Open MPI learns its ranks", remedy))
 
 
-def _mpi_communicator() -> Any:
+def _mpi_communicator() -> MPI.Intracomm | None:
     try:
         from mpi4py import MPI
     except ImportError:

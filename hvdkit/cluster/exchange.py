@@ -13,7 +13,8 @@ import contextlib
 import pickle
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -21,6 +22,9 @@ from hvdkit.cluster.call_order import CallOrder
 from hvdkit.cluster.mesh import Group
 from hvdkit.cluster.progress import collective
 from hvdkit.errors import ClusterError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 _LEAVE_TAG = 7
 MAX_BYTES = 2**31 - 1  # maximum bytes of one collective: MPI counts them with a C int
@@ -49,7 +53,11 @@ class ObjectExchange:
     """
 
     def __init__(
-        self, horovod: Any, communicator: Any = None, group: Group | None = None, order: CallOrder | None = None
+        self,
+        horovod: ModuleType | SimpleNamespace,
+        communicator: MPI.Intracomm | None = None,
+        group: Group | None = None,
+        order: CallOrder | None = None,
     ) -> None:
         self._horovod = horovod
         self._world = self._comm = communicator
@@ -66,7 +74,7 @@ class ObjectExchange:
         self._order = order or CallOrder()
         self._interruption: str | None = None
         self._group_ranks = None if group is None else tuple(group.ranks)
-        self._leave_requests: list[Any] = []  # kept alive: MPI may still be sending them
+        self._leave_requests: list[MPI.Request] = []  # kept alive: MPI may still be sending them
         self._longest = 0  # bytes of the longest message of the previous exchange, known to all ranks
 
     @property
@@ -74,7 +82,7 @@ class ObjectExchange:
         """True if objects are sent over mpi4py, which does not need TensorFlow."""
         return self._comm is not None
 
-    def allgather(self, value: Any, name: str = _OBJECTS) -> list[Any]:
+    def allgather(self, value: object, name: str = _OBJECTS) -> list[Any]:
         """Return the ``value`` of every rank, in rank order. This rank's value is also returned as a copy.
 
         Args:
@@ -87,7 +95,7 @@ class ObjectExchange:
         data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
         return [pickle.loads(part) for part in self.allgather_bytes(data, name)]
 
-    def broadcast(self, value: Any, root: int) -> Any:
+    def broadcast(self, value: object, root: int) -> Any:
         """Return the ``value`` of rank ``root``; other ranks' values are not sent.
 
         Raises:
@@ -178,7 +186,7 @@ class ObjectExchange:
         self._longest = int(lengths.max())
         return lengths, parts
 
-    def _wait(self, request: Any) -> None:
+    def _wait(self, request: MPI.Request) -> None:
         """Poll ``request`` until it completes, yielding the core in between. Raise if a peer leaves."""
         started = time.perf_counter()
         while not request.Test():
@@ -195,8 +203,9 @@ class ObjectExchange:
 
         A rank that has completed the exchange may leave while others are still in it.
         """
-        while self._world.Iprobe(tag=_LEAVE_TAG):
-            rank, completed = self._world.recv(tag=_LEAVE_TAG)
+        world = cast("MPI.Intracomm", self._world)  # only MPI has messages between two ranks
+        while world.Iprobe(tag=_LEAVE_TAG):
+            rank, completed = world.recv(tag=_LEAVE_TAG)
             self._order.final_counts[rank] = completed
         group = self._group_ranks
         final_counts = self._order.final_counts

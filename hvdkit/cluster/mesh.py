@@ -6,12 +6,18 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 from hvdkit.errors import describe
 
 DATA = "data"
 """The axis along which batches differ. Ranks along all other axes process the same batch."""
+
+
+class HorovodProcessSet(Protocol):
+    """Horovod's process set: hvdkit gets it from Horovod and passes it to Horovod."""
+
+    process_set_id: int | None
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,7 @@ class Group:
     axis: str
     ranks: tuple[int, ...]
     index: int
-    process_set: Any = None
+    process_set: HorovodProcessSet | None = None
 
     @property
     def size(self) -> int:
@@ -79,7 +85,7 @@ def process_sets_of(mesh: Mapping[str, int]) -> list[tuple[int, ...]]:
     return [ranks for ranks in dict.fromkeys(groups) if 1 < len(ranks) < math.prod(mesh.values())]
 
 
-def group_of(rank: int, axis: str, mesh: Mapping[str, int], sets: Mapping[tuple[int, ...], Any]) -> Group:
+def group_of(rank: int, axis: str, mesh: Mapping[str, int], sets: Mapping[tuple[int, ...], HorovodProcessSet]) -> Group:
     """Return ``rank``'s group along ``axis``; a group of one rank if the mesh does not have that axis."""
     if axis not in mesh:
         return Group(axis, (rank,), 0)

@@ -10,13 +10,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from hvdkit.cluster import devices, engine, logs, settings
 from hvdkit.cluster.call_order import CallOrder
 from hvdkit.cluster.exchange import ObjectExchange
 from hvdkit.cluster.lone_training import lone_training
-from hvdkit.cluster.mesh import Group, checked_mesh, group_of, process_sets_of
+from hvdkit.cluster.mesh import Group, HorovodProcessSet, checked_mesh, group_of, process_sets_of
 from hvdkit.cluster.progress import progress
 from hvdkit.cluster.rank_facts import gather_rank_facts
 from hvdkit.errors import ClusterError, describe
@@ -26,6 +26,9 @@ from hvdkit.machine.launcher import launched_rank
 from hvdkit.profiling.settings import ProfileSettings
 from hvdkit.watchdog.ending import EngineEnd, ending
 from hvdkit.watchdog.reporter import reporter
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +63,12 @@ class Cluster:
 @dataclass
 class _World:
     cluster: Cluster
-    horovod: Any
+    horovod: ModuleType | SimpleNamespace
     exchange: ObjectExchange
     end_horovod: Callable[[], None] = lambda: None
-    communicator: Any = None
+    communicator: MPI.Intracomm | None = None
     call_order: CallOrder = field(default_factory=CallOrder)
-    process_sets: dict[tuple[int, ...], Any] = field(default_factory=dict)  # Horovod's, by their ranks
+    process_sets: dict[tuple[int, ...], HorovodProcessSet] = field(default_factory=dict)  # Horovod's, by their ranks
     exchanges: dict[tuple[int, ...], ObjectExchange] = field(default_factory=dict)
 
 
@@ -251,7 +254,7 @@ def make_groups(sets: Sequence[tuple[int, ...]]) -> list[Group | None]:
     known = world.process_sets
     if new := [ranks for ranks in dict.fromkeys(sets) if 1 < len(ranks) < size and ranks not in known]:
         threads_before = processes.threads(os.getpid())
-        engine.add_process_sets(world.horovod, known, new, over_mpi=world.exchange.over_mpi)
+        engine.add_process_sets(horovod(), known, new, over_mpi=world.exchange.over_mpi)
         reporter().add_waiters(processes.threads(os.getpid()) - threads_before)
     groups = [Group("", ranks, ranks.index(rank), known.get(ranks)) if rank in ranks else None for ranks in sets]
     for group in groups:
@@ -262,7 +265,7 @@ def make_groups(sets: Sequence[tuple[int, ...]]) -> list[Group | None]:
 
 def horovod() -> ModuleType:
     """Return the running ``horovod.tensorflow``. Raises ClusterError before :func:`init`."""
-    return _current().horovod
+    return cast("ModuleType", _current().horovod)
 
 
 def exchange(group: Group | None = None) -> ObjectExchange:

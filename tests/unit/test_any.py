@@ -19,7 +19,6 @@ STAYS_ANY = {
         "collectives.reductions.*",
     },
     "objects that are pickled and compared": {
-        "cluster.agreement.*",
         "collectives.objects.*",
     },
     "arguments of users, before they are checked": {
