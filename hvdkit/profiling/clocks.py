@@ -27,7 +27,7 @@ class Offset(NamedTuple):
     error: int
 
 
-def offsets(allgather: Callable[[Any], list[Any]], clock: Callable[[], int] = time.monotonic_ns) -> list[Offset]:
+def offsets(allgather: Callable[[object], list[Any]], clock: Callable[[], int] = time.monotonic_ns) -> list[Offset]:
     """Return every rank's offset from rank 0's clock. Every rank calls it; only rank 0's result is meaningful.
 
     Args:

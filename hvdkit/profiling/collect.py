@@ -20,13 +20,13 @@ _MAX_SPANS = 600_000
 class Exchange(Protocol):
     """Exchanges objects among all ranks, like ``hvdkit.cluster.exchange.ObjectExchange``."""
 
-    def allgather(self, value: Any) -> list[Any]:
+    def allgather(self, value: object) -> list[Any]:
         """Return every rank's ``value``, in rank order."""
 
     def allgather_bytes(self, data: bytes) -> list[bytes]:
         """Return every rank's ``data``, in rank order."""
 
-    def broadcast(self, value: Any, root: int) -> Any:
+    def broadcast(self, value: object, root: int) -> Any:
         """Return the ``value`` of ``root``."""
 
 

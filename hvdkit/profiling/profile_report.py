@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from hvdkit.errors import see
 from hvdkit.machine.terminal import aligned
@@ -156,7 +156,7 @@ def print_table(rows: Sequence[Row], stream: TextIO) -> None:
     print(f"Where the time goes: ms of a step, mean of {rows[0].steps}", *lines, summarize(rows), sep="\n", file=stream)
 
 
-def as_json(ranks: Sequence[RankParts], problems: Sequence[str]) -> dict[str, Any]:
+def as_json(ranks: Sequence[RankParts], problems: Sequence[str]) -> dict[str, object]:
     """Return every rank's mean and every step for JSON; docs/profiling.md documents the keys."""
     rows = mean_rows(ranks)
     return {

@@ -97,7 +97,7 @@ class RankProfile:
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> RankProfile:
         """Create a profile from its attributes, in which JSON has turned tuples into lists."""
-        kinds: dict[str, Callable[..., Any]] = {
+        kinds: dict[str, Callable[..., object]] = {
             "marks": StepEnd,
             "spans": Span,
             "collectives": TimedCollective,

@@ -9,11 +9,14 @@ import gzip
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from hvdkit.profiling.rank_profile import RankProfile
 from hvdkit.profiling.step_parts import PARTS, RankParts
 
+TraceEvent: TypeAlias = dict[str, Any]
+"""A JSON object of the format."""
+Drawn = TypeVar("Drawn")
 # Numbers of the tracks. From TRAINING on, each is the first of several.
 STEPS = 1
 STEP_PARTS = 2
@@ -41,10 +44,10 @@ def write(path: Path, profiles: Sequence[RankProfile], ranks: Sequence[RankParts
         json.dump(document, file, separators=(",", ":"))
 
 
-def as_json(profiles: Sequence[RankProfile], ranks: Sequence[RankParts]) -> dict[str, Any]:
+def as_json(profiles: Sequence[RankProfile], ranks: Sequence[RankParts]) -> dict[str, object]:
     """Return the trace as a Trace Event Format object."""
     zero = min((start for profile in profiles for start in _starts(profile)), default=0)
-    events: list[dict[str, Any]] = []
+    events: list[TraceEvent] = []
     for profile, parts in zip(profiles, ranks, strict=True):
         drawn = _RankEvents(profile.rank, zero)
         drawn.process(f"rank {profile.rank} on {profile.host}")
@@ -70,7 +73,7 @@ class _RankEvents:
     """The events of one rank."""
 
     def __init__(self, rank: int, zero: int) -> None:
-        self.events: list[dict[str, Any]] = []
+        self.events: list[TraceEvent] = []
         self._rank = rank
         self._zero = zero
         self._tracks: set[int] = set()
@@ -80,7 +83,7 @@ class _RankEvents:
         self._metadata("process_name", name=name)
         self._metadata("process_sort_index", sort_index=self._rank)
 
-    def slice(self, track: int, shown: str, name: str, span: tuple[int, int], **more: Any) -> None:
+    def slice(self, track: int, shown: str, name: str, span: tuple[int, int], **more: object) -> None:
         """Draw a slice on a track; a new track is named ``shown``."""
         if track not in self._tracks:
             self._tracks.add(track)
@@ -90,7 +93,7 @@ class _RankEvents:
         event = {"ph": "X", "name": name, "pid": self._rank, "tid": track, "ts": start, "dur": max(0.0, end - start)}
         self.events.append({**event, **more})
 
-    def _metadata(self, what: str, tid: int = 0, **arguments: Any) -> None:
+    def _metadata(self, what: str, tid: int = 0, **arguments: object) -> None:
         self.events.append({"ph": "M", "name": what, "pid": self._rank, "tid": tid, "args": arguments})
 
 
@@ -136,7 +139,7 @@ def _draw_activities(drawn: _RankEvents, profile: RankProfile) -> None:
         drawn.slice(TENSORS + tensors[phase.tensor], f"Horovod {phase.tensor}", phase.name, (phase.start, phase.end))
 
 
-def _lanes(spans: Iterable[tuple[int, int, Any]]) -> Iterator[tuple[int, Any]]:
+def _lanes(spans: Iterable[tuple[int, int, Drawn]]) -> Iterator[tuple[int, Drawn]]:
     """Assign ``spans`` to lanes such that spans in a lane do not overlap; yield (lane, object)."""
     ends: list[int] = []
     for start, end, drawn in sorted(spans, key=lambda span: span[:2]):

@@ -13,10 +13,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hvdkit.profiling.intervals import union
 from hvdkit.profiling.rank_profile import Span, TimedCollective
+
+if TYPE_CHECKING:
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 # The recorder traces an event with this name at a known time of the monotonic clock.
 CLOCK = "hvdkit.clock"
@@ -40,7 +43,7 @@ class _Event(NamedTuple):
     name: str
     start: int
     end: int
-    details: dict[str, Any]
+    details: dict[str, int | float | str | bytes]
 
 
 def read(path: Path, clock: int) -> Traced:
@@ -58,8 +61,8 @@ def read(path: Path, clock: int) -> Traced:
     recording_end = max(event.end for _, _, events in lines for event in events) + shift
     spans: list[Span] = []
     collectives: list[TimedCollective] = []
-    starts: dict[tuple[Any, Any], list[int]] = defaultdict(list)
-    ends: dict[tuple[Any, Any], list[int]] = defaultdict(list)
+    starts: dict[tuple[object, object], list[int]] = defaultdict(list)
+    ends: dict[tuple[object, object], list[int]] = defaultdict(list)
     for on_device, track, events in lines:
         shifted = [event._replace(start=event.start + shift, end=event.end + shift) for event in events]
         spans += _device_spans(track, shifted) if on_device else _host_spans(track, shifted)
@@ -120,14 +123,14 @@ def _lines(path: Path) -> Iterator[tuple[bool, str, list[_Event]]]:
             yield on_device, f"{track}#{line.id & 0xFFFFFFFF:x}", [_event(e, line, names, keys) for e in line.events]
 
 
-def _event(event: Any, line: Any, names: dict[int, str], keys: dict[int, str]) -> _Event:
+def _event(event: xplane_pb2.XEvent, line: xplane_pb2.XLine, names: dict[int, str], keys: dict[int, str]) -> _Event:
     start = line.timestamp_ns + event.offset_ps // 1000
     name = names[event.metadata_id]
     details = {keys[s.metadata_id]: _value(s, keys) for s in event.stats} if name in (_START, _DONE) else {}
     return _Event(name, start, start + event.duration_ps // 1000, details)
 
 
-def _value(stat: Any, keys: dict[int, str]) -> Any:
+def _value(stat: xplane_pb2.XStat, keys: dict[int, str]) -> int | float | str | bytes:
     kind = stat.WhichOneof("value")
     value = getattr(stat, kind)
     return keys[value] if kind == "ref_value" else value
