@@ -222,7 +222,9 @@ class ShardedEmbeddingCollection(ShardedLayer):
         }
         return nest_outputs(inputs, specs, self.lookups)
 
-    def _output_spec(self, inputs: Any, table: Table, feature: str) -> keras.KerasTensor:
+    def _output_spec(
+        self, inputs: keras.KerasTensor | tuple[keras.KerasTensor, keras.KerasTensor], table: Table, feature: str
+    ) -> keras.KerasTensor:
         """Return the shape and dtype of one feature's vectors; raise TypeError for ids of an invalid dtype."""
         ids = inputs[0] if isinstance(inputs, tuple | list) else inputs
         ids_dtype = tf.as_dtype(ids.dtype)
@@ -396,13 +398,13 @@ def table_config(table: Table) -> dict[str, object]:
     return config
 
 
-def table_of(config: Mapping[str, Any]) -> Table:
+def table_of(config: Mapping[str, object]) -> Table:
     """Create a table from the result of :func:`table_config`."""
     arguments = deserialize(config, ("initializer", "optimizer", "regularizer"))
     return Table(**{**arguments, "features": tuple(arguments["features"])})
 
 
-def deserialize(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def deserialize(config: Mapping[str, object], names: Sequence[str]) -> dict[str, Any]:
     """Return ``config`` with the objects under ``names`` deserialized."""
     configs = {name: config[name] for name in names if isinstance(config.get(name), Mapping)}
     return {**config, **{name: keras.saving.deserialize_keras_object(value) for name, value in configs.items()}}
