@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import importlib.util
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from pathlib import Path
 
 from hvdkit.cluster import log_filter
 from hvdkit.errors import ClusterError, describe, see
 from hvdkit.machine import supported
 from hvdkit.machine.launcher import ALONE, launched_rank
-
-_FRAMEWORK = "libtensorflow_framework.so.2"
+from hvdkit.machine.mpi import tensorflow_exports_hwloc
 
 
 def prepare_import() -> None:
@@ -62,15 +58,6 @@ def load_tensorflow() -> None:
         ) from error
 
 
-def exports_hwloc() -> bool:
-    """Return whether the installed TensorFlow exports functions of hwloc, without importing it."""
-    spec = importlib.util.find_spec("tensorflow")
-    if spec is None or spec.origin is None:
-        return False
-    framework = Path(spec.origin).with_name(_FRAMEWORK)
-    return framework.exists() and hasattr(ctypes.CDLL(str(framework)), "hwloc__topology_disadopt")
-
-
 def _check_import_order() -> None:
     """Raise ClusterError if mpi4py has started MPI before TensorFlow is loaded, and MPI would crash at exit.
 
@@ -87,7 +74,7 @@ def _check_import_order() -> None:
         return
     vendor, version = mpi.get_vendor()
     # LD_BIND_NOW binds all functions when MPI is loaded, to its own copy.
-    if vendor != "Open MPI" or version[0] >= 5 or os.environ.get("LD_BIND_NOW") or not exports_hwloc():
+    if vendor != "Open MPI" or version[0] >= 5 or os.environ.get("LD_BIND_NOW") or not tensorflow_exports_hwloc():
         return
     first = "hvdkit" if launched_rank().size > 1 else "tensorflow"
     got = f"mpi4py.MPI before TensorFlow, so that Open MPI {'.'.join(map(str, version))} would crash at exit"

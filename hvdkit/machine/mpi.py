@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import os
 import re
 import shutil
@@ -86,3 +88,12 @@ def loaded_libraries() -> list[str]:
     else:  # macOS
         mapped = {entry.path for entry in psutil.Process().memory_maps()}
     return sorted({str(Path(path).resolve()) for path in mapped if _LIBRARY.search(path)})
+
+
+def tensorflow_exports_hwloc() -> bool:
+    """Return whether the installed TensorFlow exports functions of hwloc, without importing it."""
+    spec = importlib.util.find_spec("tensorflow")
+    if spec is None or spec.origin is None:
+        return False
+    framework = Path(spec.origin).with_name("libtensorflow_framework.so.2")
+    return framework.exists() and hasattr(ctypes.CDLL(str(framework)), "hwloc__topology_disadopt")

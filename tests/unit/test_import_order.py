@@ -9,6 +9,7 @@ from helpers.cases import case
 
 from hvdkit.cluster import tensorflow_loading
 from hvdkit.errors import ClusterError
+from hvdkit.machine import mpi
 
 OPEN_MPI = ("Open MPI", (4, 1, 8))
 ONE_OF_TWO = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
@@ -16,11 +17,11 @@ ONE_OF_TWO = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
 
 def problem(monkeypatch, modules, *, started=True, ended=False, vendor=OPEN_MPI, exports=True, **environment):
     """Return the error for modules that were imported in this order, or None."""
-    mpi = SimpleNamespace(Is_initialized=lambda: started, Is_finalized=lambda: ended, get_vendor=lambda: vendor)
-    loaded = {name: mpi if name == "mpi4py.MPI" else None for name in modules}
+    module = SimpleNamespace(Is_initialized=lambda: started, Is_finalized=lambda: ended, get_vendor=lambda: vendor)
+    loaded = {name: module if name == "mpi4py.MPI" else None for name in modules}
     monkeypatch.setattr(tensorflow_loading, "sys", SimpleNamespace(modules=loaded))
     monkeypatch.setattr(tensorflow_loading, "os", SimpleNamespace(environ=environment))
-    monkeypatch.setattr(tensorflow_loading, "exports_hwloc", lambda: exports)
+    monkeypatch.setattr(tensorflow_loading, "tensorflow_exports_hwloc", lambda: exports)
     try:
         tensorflow_loading._check_import_order()
     except ClusterError as error:
@@ -65,5 +66,5 @@ def test_a_tensorflow_without_that_library_exports_nothing(monkeypatch, tmp_path
     for spec in (None, SimpleNamespace(origin=None), SimpleNamespace(origin=str(tmp_path / "__init__.py"))):
         with case(spec=spec):
             find = SimpleNamespace(util=SimpleNamespace(find_spec=lambda name, spec=spec: spec))
-            monkeypatch.setattr(tensorflow_loading, "importlib", find)
-            assert tensorflow_loading.exports_hwloc() is False
+            monkeypatch.setattr(mpi, "importlib", find)
+            assert mpi.tensorflow_exports_hwloc() is False

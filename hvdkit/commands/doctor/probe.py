@@ -14,8 +14,7 @@ import json
 import sys
 from typing import Any
 
-from hvdkit.cluster.tensorflow_loading import exports_hwloc
-from hvdkit.machine.mpi import loaded_libraries
+from hvdkit.machine.mpi import loaded_libraries, tensorflow_exports_hwloc
 
 
 def tensorflow() -> dict[str, Any]:
@@ -26,7 +25,7 @@ def tensorflow() -> dict[str, Any]:
         "version": tf.__version__,
         "cuda": bool(tf.test.is_built_with_cuda()),
         "gpus": [device.name for device in tf.config.list_physical_devices("GPU")],
-        "exports_hwloc": exports_hwloc(),
+        "exports_hwloc": tensorflow_exports_hwloc(),
     }
 
 
