@@ -5,12 +5,14 @@ so that user scripts can catch them in one place.
 
 Every message contains the argument, the actual value, the expected value and the remedy; if ranks differ, it names the
 rank. :func:`describe` formats such a message; :func:`see` names a page of the documentation; :func:`integer`
-checks an argument.
+checks an argument. Text from files in messages is written with escapes (:func:`printable`).
 """
 
 from __future__ import annotations
 
 import numbers
+
+_WHITESPACE = "\n\t"
 
 
 class HvdkitError(RuntimeError):
@@ -37,6 +39,10 @@ class HvdkitError(RuntimeError):
     # AutoGraph recreates errors that leave a ``tf.function``. It only keeps the class if the constructor is that of
     # Exception; otherwise it raises a StagingError, which callers cannot catch by name.
     __init__ = Exception.__init__
+
+    def __str__(self) -> str:
+        """Return the message. Text from files in it cannot send commands to a terminal."""
+        return printable(super().__str__(), keep=_WHITESPACE)
 
 
 class ClusterError(HvdkitError):
@@ -188,7 +194,29 @@ def describe(argument: str, got: object, expected: str, remedy: str) -> str:
         'splits: got [1, 2], expected one entry per rank (4); pass 4 row counts'
     """
     shown = got if isinstance(got, str) else repr(got)
-    return f"{argument}: got {shown}, expected {expected}; {remedy}"
+    return printable(f"{argument}: got {shown}, expected {expected}; {remedy}", keep=_WHITESPACE)
+
+
+def printable(text: object, *, keep: str = "") -> str:
+    r"""Return text with characters that a terminal would interpret, or cannot show, written as escapes.
+
+    Names and texts from files may contain commands for a terminal, line breaks, characters that change the direction of
+    the line, or bytes that are not UTF-8. The result can be encoded in any encoding that extends ASCII, if the text's
+    letters can.
+
+    Args:
+        text: the text, or an object whose ``str()`` is it.
+        keep: characters to leave as they are, such as line breaks.
+
+    Example:
+        >>> printable("name\x1b]0;title\x07 naïve\n")
+        'name\\x1b]0;title\\x07 naïve\\n'
+    """
+    text = str(text)
+    if text.isprintable():
+        return text
+    # The repr of a character that cannot be printed is its escape in quotes.
+    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
 def see(page: str) -> str:

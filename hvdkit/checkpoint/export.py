@@ -16,8 +16,7 @@ from hvdkit.checkpoint.inspection import newest_at
 from hvdkit.checkpoint.manifest import Manifest, TensorEntry
 from hvdkit.checkpoint.reading import Reader
 from hvdkit.checkpoint.tensorfile import BLOCK_BYTES
-from hvdkit.errors import describe
-from hvdkit.machine.terminal import printable
+from hvdkit.errors import describe, printable
 
 VALUES = "values.json"
 # bytes of a sharded tensor to assemble at once

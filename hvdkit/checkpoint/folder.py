@@ -16,9 +16,8 @@ from pathlib import Path
 from hvdkit.checkpoint.bounds import NOTE_BYTES
 from hvdkit.checkpoint.files import checkpoint_errors, open_regular, read_errors, remove_folder, write_text
 from hvdkit.checkpoint.manifest import NAME, Manifest, step_of
-from hvdkit.errors import CheckpointError, describe
+from hvdkit.errors import CheckpointError, describe, printable
 from hvdkit.machine.replacing import sync
-from hvdkit.machine.terminal import printable
 
 _WRITING = ".writing-"
 _REPLACED = ".replaced-"

@@ -12,8 +12,8 @@ from typing import Any
 from hvdkit.checkpoint.folder import find_damage, latest, list_checkpoints
 from hvdkit.checkpoint.manifest import NAME, Manifest, TensorEntry, step_of
 from hvdkit.checkpoint.reading import Reader
-from hvdkit.errors import CheckpointError, describe
-from hvdkit.machine.terminal import aligned, printable
+from hvdkit.errors import CheckpointError, describe, printable
+from hvdkit.machine.terminal import aligned
 
 _MAX_VALUE_LENGTH = 80  # characters of a value in the table
 

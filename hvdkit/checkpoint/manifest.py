@@ -37,8 +37,7 @@ from hvdkit.checkpoint.schema import (
     typed,
 )
 from hvdkit.checkpoint.tensorfile import DTYPES, FileRecord, TensorFile
-from hvdkit.errors import CheckpointError, CorruptCheckpointError
-from hvdkit.machine.terminal import printable
+from hvdkit.errors import CheckpointError, CorruptCheckpointError, printable
 from hvdkit.sharding.partition import FLAT
 
 NAME = "manifest.json"

@@ -18,8 +18,7 @@ from tyro.conf import Positional, subcommand
 
 from hvdkit.commands.options import UNSET
 from hvdkit.commands.progress_bar import byte_progress
-from hvdkit.errors import CorruptCheckpointError, describe
-from hvdkit.machine.terminal import printable
+from hvdkit.errors import CorruptCheckpointError, describe, printable
 
 
 @dataclass(frozen=True, kw_only=True)

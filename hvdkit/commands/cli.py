@@ -28,8 +28,8 @@ from typing import NamedTuple
 
 from hvdkit._version import __version__
 from hvdkit.commands.parsing import corrected, parse
-from hvdkit.errors import HvdkitError, see
-from hvdkit.machine.terminal import open_standard_files, printable
+from hvdkit.errors import HvdkitError, printable, see
+from hvdkit.machine.terminal import open_standard_files
 
 
 class Command(NamedTuple):

@@ -12,8 +12,8 @@ import numpy as np
 from tyro.conf import Positional, arg, subcommand
 
 from hvdkit.commands.progress_bar import byte_progress
-from hvdkit.errors import describe, integer
-from hvdkit.machine.terminal import aligned, printable
+from hvdkit.errors import describe, integer, printable
+from hvdkit.machine.terminal import aligned
 
 if TYPE_CHECKING:
     from hvdkit.data.files.formats import Format

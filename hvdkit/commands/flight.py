@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from hvdkit.commands.options import output_errors
-from hvdkit.errors import describe
+from hvdkit.errors import describe, printable
 from hvdkit.watchdog.flight_file import FlightFile, read
 from hvdkit.watchdog.flight_recorder import CollectiveRecord
 
@@ -56,7 +56,7 @@ def flight(config: FlightConfig) -> str:
         with output_errors("--trace", config.trace):
             config.trace.write_text(json.dumps(trace(file)))
         lines.append(f"trace: {config.trace} (open it at ui.perfetto.dev)")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))  # the file may be another user's
 
 
 def explain(file: FlightFile) -> list[str]:

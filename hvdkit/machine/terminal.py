@@ -1,4 +1,4 @@
-"""Text output: whether the user sees this process on a terminal, text from files, tables with aligned columns."""
+"""Text output: whether the user sees this process on a terminal, and tables with aligned columns."""
 
 from __future__ import annotations
 
@@ -53,25 +53,3 @@ def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[st
         cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
         lines.append("  ".join(cells).rstrip())
     return lines
-
-
-def printable(text: object, *, keep: str = "") -> str:
-    r"""Return text with characters that a terminal would interpret, or cannot show, written as escapes.
-
-    Names and texts from files may contain commands for a terminal, line breaks, characters that change the direction of
-    the line, or bytes that are not UTF-8. The result can be encoded in any encoding that extends ASCII, if the text's
-    letters can.
-
-    Args:
-        text: the text, or an object whose ``str()`` is it.
-        keep: characters to leave as they are, such as line breaks.
-
-    Example:
-        >>> printable("name\x1b]0;title\x07 naïve\n")
-        'name\\x1b]0;title\\x07 naïve\\n'
-    """
-    text = str(text)
-    if text.isprintable():
-        return text
-    # The repr of a character that cannot be printed is its escape in quotes.
-    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)

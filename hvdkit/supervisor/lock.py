@@ -19,8 +19,7 @@ from typing import Any
 
 from hvdkit.checkpoint.files import checkpoint_errors
 from hvdkit.cluster.logs import get_logger
-from hvdkit.errors import CheckpointError, describe
-from hvdkit.machine.terminal import printable
+from hvdkit.errors import CheckpointError, describe, printable
 
 NAME = ".lock"
 _TAKEN = {errno.EACCES, errno.EAGAIN}

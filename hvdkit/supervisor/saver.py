@@ -18,8 +18,7 @@ from hvdkit.checkpoint.saving import SaveProgress, all_ranks_done, finish, progr
 from hvdkit.checkpoint.writing import Save
 from hvdkit.cluster.logs import get_logger
 from hvdkit.cluster.progress import spending
-from hvdkit.errors import NonFiniteError
-from hvdkit.machine.terminal import printable
+from hvdkit.errors import NonFiniteError, printable
 
 # Seconds that a session ended by an error waits for a save in progress.
 GIVE_UP_SECONDS = 30.0

@@ -12,8 +12,7 @@ from hvdkit.checkpoint.manifest import NAME, step_of
 from hvdkit.checkpoint.rank_checks import agreed_state, check_shared, run_on_chief
 from hvdkit.checkpoint.restoring import restore
 from hvdkit.cluster.logs import get_logger
-from hvdkit.errors import CorruptCheckpointError, describe
-from hvdkit.machine.terminal import printable
+from hvdkit.errors import CorruptCheckpointError, describe, printable
 from hvdkit.sharding.variables import broadcast_variables
 from hvdkit.supervisor.saved_state import Position
 

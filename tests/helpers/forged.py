@@ -19,7 +19,7 @@ from hvdkit.checkpoint.entries import Allowed, State, StateTensor
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.reading import Reader
 from hvdkit.checkpoint.writing import Save, Snapshot
-from hvdkit.machine.terminal import printable
+from hvdkit.errors import printable
 from hvdkit.sharding.partition import rows_of
 
 MEMORY = 64 * 2**20

@@ -9,6 +9,7 @@ from helpers.faults import limited
 
 from hvdkit.commands import cli
 from hvdkit.commands.flight import explain, timeline, trace
+from hvdkit.errors import printable
 from hvdkit.watchdog import flight_file
 from hvdkit.watchdog.flight_file import FlightFile, RankFlight
 from hvdkit.watchdog.flight_recorder import CollectiveRecord, ranks_text
@@ -153,6 +154,17 @@ OTHER_FILES = (
     ('{"version": 2, "line": "", "end": 1.0, "ranks": [{"records": [[1]]}]}', "version 2"),
     ("\x00\xff", NOT_A_FLIGHT),
 )
+
+
+def test_text_from_the_file_is_escaped(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HVDKIT_FLIGHT_DIR", str(tmp_path))
+    evil = "\x1b]0;title\x07\x9b31m\u202e"
+    records = [record("a" + evil, 10.0, None, line="train.py:7" + evil)]
+    flight_file.write("the last line" + evil, [RankFlight(rank=0, host="a", clock=0.0, records=records)], 2)
+    (path,) = tmp_path.glob("*.json")
+    assert cli.main(["flight", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert printable(shown, keep="\n") == shown and shown.count(r"\x1b]0;title\x07\x9b31m\u202e") == 3
 
 
 def test_other_files_are_refused(tmp_path, capsys):

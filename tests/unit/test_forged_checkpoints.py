@@ -21,7 +21,7 @@ from hvdkit.checkpoint.generators import numpy_state, python_state, state_to_jso
 from hvdkit.checkpoint.manifest import NAME, Manifest, step_name
 from hvdkit.checkpoint.writing import Snapshot
 from hvdkit.commands import cli
-from hvdkit.machine.terminal import printable
+from hvdkit.errors import printable
 
 TIB = 2**40
 

@@ -15,8 +15,7 @@ from hvdkit.data.files.formats import BlockRows, FileLayout, OnError
 from hvdkit.data.files.listing import File
 from hvdkit.data.files.offsets import offsets_of
 from hvdkit.data.files.storage import OpenFile, opened
-from hvdkit.errors import DataError, describe
-from hvdkit.machine.terminal import printable
+from hvdkit.errors import DataError, describe, printable
 
 BLOCK_BYTES = 2**20
 _LEAST_BLOCK_BYTES = 2**16

@@ -15,8 +15,7 @@ from hvdkit.data.files import remote_cache
 from hvdkit.data.files.formats import FileLayout, Format, OnError
 from hvdkit.data.files.listing import File, Paths, list_files, names_of
 from hvdkit.data.files.reading_ahead import in_threads
-from hvdkit.errors import DataError
-from hvdkit.machine.terminal import printable
+from hvdkit.errors import DataError, printable
 
 
 class ScannedFile(NamedTuple):
