@@ -147,16 +147,15 @@ class ShardedEmbeddingCollection(ShardedLayer):
             ``[..., output_dim]`` for each feature, in the layer's compute dtype and with the nesting of ``inputs``.
         """
         store = self._built_store()
-        if isinstance(inputs, PendingLookup):
-            pending = PendingLookup(self._bags_of(inputs), inputs.rows)
-        else:
-            pending = send_requests(store, self._bags(inputs))
-        outputs = read_outputs(store, pending, training)
+        pending = inputs if isinstance(inputs, PendingLookup) else self.ask(inputs)
+        bags = flatten_features(pending.bags)
+        if set(bags) != set(self.lookups):
+            remedy = "pass the result of this layer's ask()"
+            raise ValueError(describe("inputs", sorted(bags), f"a request for {sorted(self.lookups)}", remedy))
+        outputs = read_outputs(store, PendingLookup(bags, pending.rows), training)
         self._add_penalty(store)
         outputs = {name: tf.cast(rows, self.compute_dtype) for name, rows in outputs.items()}
-        if isinstance(inputs, PendingLookup):
-            return unflatten_features(inputs.bags, outputs)
-        return nest_outputs(inputs, outputs, self.lookups)
+        return unflatten_features(pending.bags, outputs)
 
     @graph_safe
     def ask(self, inputs: Features) -> PendingLookup:
@@ -187,14 +186,6 @@ class ShardedEmbeddingCollection(ShardedLayer):
         """
         pending = send_requests(self._built_store(), self._bags(inputs))
         return PendingLookup(nest_outputs(inputs, pending.bags, self.lookups), pending.rows)
-
-    def _bags_of(self, pending: PendingLookup) -> dict[str, Bag]:
-        """Return each output's ids of a request; raise ValueError for one of another layer."""
-        bags = flatten_features(pending.bags)
-        if set(bags) != set(self.lookups):
-            remedy = "pass the result of this layer's ask()"
-            raise ValueError(describe("inputs", sorted(bags), f"a request for {sorted(self.lookups)}", remedy))
-        return bags
 
     def _bags(self, inputs: Any) -> dict[str, Bag]:
         """Return each output's ids; on invalid inputs, notify the other ranks so that they do not wait."""
