@@ -23,6 +23,7 @@ from hvdkit.internals import get_keras_mask
 from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.keras.data_end import require_batch_on_every_rank
 from hvdkit.keras.losses import rescaled, rescaled_vector
+from hvdkit.keras.moved_weights import warning_of_moved_weights
 from hvdkit.keras.row_means import RowMeans
 from hvdkit.keras.shares import number_of_rows, slice_tensor
 from hvdkit.optimizer.batch_norm import synchronized_statistics
@@ -68,7 +69,8 @@ class ShareSteps:
             factor = info.get("factor")
             self._create_variables(name, step, data, factor)
             state = StateCombiner(self._model, cluster.group(cluster.DATA)) if name == "train" else None
-            with self._restored_if_empty(factor), share_of_batch(factor), self._global_losses(data):
+            moves = self._warning_of_moves(name, data)
+            with self._restored_if_empty(factor), share_of_batch(factor), self._global_losses(data), moves:
                 logs = step(data)
             if state is not None:
                 state.combine(factor)
@@ -76,6 +78,9 @@ class ShareSteps:
             return logs
 
         return on_share
+
+    def _warning_of_moves(self, name: str, data: Any) -> contextlib.AbstractContextManager[None]:
+        return warning_of_moved_weights(self._model, data) if name == "train" else contextlib.nullcontext()
 
     def wrap_predict(self, step: Step) -> Step:
         """Wrap ``model.predict_step`` for elements ``(data, info)``; returns outputs and rows of the global batch."""
@@ -150,7 +155,8 @@ class ShareSteps:
         @tf.function(autograph=False)  # no tape records inside init_scope
         def on_share(data: Any, factor: Any) -> None:
             losses = contextlib.nullcontext() if name == "predict" else self._global_losses(data)
-            with share_of_batch(factor), losses:
+            moves = self._warning_of_moves(name, data)  # functions that the step calls are traced here only
+            with share_of_batch(factor), losses, moves:
                 step(data)
 
         specs = tree.map_structure(lambda x: None if x is None else tf.type_spec_from_value(x), (data, factor))
