@@ -24,8 +24,10 @@ _SHARED = {"f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"}
 
 
 def aligned_empty(shape: Sequence[int], dtype: npt.DTypeLike) -> np.ndarray:
-    """Return an uninitialized array like ``np.empty``, aligned like a TensorFlow tensor."""
+    """Return an uninitialized array like ``np.empty``, aligned like a TensorFlow tensor; of objects, not aligned."""
     dtype = np.dtype(dtype)
+    if dtype.hasobject:
+        return np.empty(shape, dtype)
     raw = np.empty(math.prod(shape) * dtype.itemsize + ALIGNMENT, np.uint8)
     return np.ndarray(shape, dtype, raw, -_address(raw) % ALIGNMENT)
 

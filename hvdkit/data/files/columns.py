@@ -142,7 +142,7 @@ def taken(parts: Sequence[BlockRows], rows: int) -> Any:
     if isinstance(parts[0].block, Ragged):
         return _taken_ragged(parts, rows)
     first = parts[0].block
-    batch = _empty((rows, *first.shape[1:]), first.dtype)
+    batch = aligned_empty((rows, *first.shape[1:]), first.dtype)
     for block, each, places in parts:
         batch[places] = block[each]
     return batch
@@ -159,7 +159,7 @@ def _taken_ragged(parts: Sequence[BlockRows], rows: int) -> Any:
     ends = np.cumsum(lengths)
     starts = ends - lengths
     first = parts[0].block.values
-    values = _empty((int(ends[-1]) if rows else 0, *first.shape[1:]), first.dtype)
+    values = aligned_empty((int(ends[-1]) if rows else 0, *first.shape[1:]), first.dtype)
     for block, each, places in arrays:
         size = lengths[places]
         within = np.arange(size.sum()) - np.repeat(np.cumsum(size) - size, size)
@@ -168,7 +168,3 @@ def _taken_ragged(parts: Sequence[BlockRows], rows: int) -> Any:
     splits[0] = 0
     splits[1:] = ends
     return tf.RaggedTensor.from_row_splits(tensor_of(values), tensor_of(splits), validate=False)
-
-
-def _empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    return np.empty(shape, object) if dtype.hasobject else aligned_empty(shape, dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections import OrderedDict, deque
@@ -56,27 +57,25 @@ def in_order(function: Callable[[T], U], items: Iterable[T], at_end: Callable[[]
     executor = ThreadPoolExecutor(workers, "hvdkit-read")
     pending: deque[Future[U]] = deque()
 
-    def next_result() -> U:
-        if os.getpid() != process:
-            got = "a process forked within an epoch"
-            expected = "the process that began the epoch"
-            remedy = "start processes with the method 'spawn', and create the data in them"
-            raise RuntimeError(describe("GlobalBatches", got, expected, remedy))
-        result = pending[0].result()
-        pending.popleft()
-        return result
-
     def call(item: T) -> U:
         require_running()
         return function(item)
 
     try:
-        for item in items:
-            pending.append(executor.submit(call, item))
-            if len(pending) > workers * _AHEAD_PER_THREAD:
-                yield next_result()
-        while pending:
-            yield next_result()
+        remaining = iter(items)
+        while True:
+            for item in itertools.islice(remaining, workers * _AHEAD_PER_THREAD + 1 - len(pending)):
+                pending.append(executor.submit(call, item))
+            if not pending:
+                return
+            if os.getpid() != process:
+                got = "a process forked within an epoch"
+                expected = "the process that began the epoch"
+                remedy = "start processes with the method 'spawn', and create the data in them"
+                raise RuntimeError(describe("GlobalBatches", got, expected, remedy))
+            result = pending[0].result()
+            pending.popleft()
+            yield result
     finally:
         executor.shutdown(wait=False, cancel_futures=True)
         at_end()

@@ -231,7 +231,8 @@ class FileSource:
         parts = []
         for number, rows, places in _pieces(indices, self._block_starts if by_block else self._file_starts):
             if by_block:
-                block = self._load(number) if cache is None else cache.get(number, _length(rows))
+                count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+                block = self._load(number) if cache is None else cache.get(number, count)
             else:
                 wanted = _as_array(rows)
                 rows = slice(0, len(wanted))
@@ -336,10 +337,6 @@ def _slice_if_run(rows: np.ndarray) -> _Rows:
 
 def _as_array(rows: _Rows) -> np.ndarray:
     return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
-
-
-def _length(rows: _Rows) -> int:
-    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
 
 
 class EpochReader(NamedTuple):
