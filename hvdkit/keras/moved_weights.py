@@ -17,7 +17,6 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.framework.ops import EagerTensor
 
 from hvdkit import cluster
 from hvdkit.cluster.logs import warn_once
@@ -88,7 +87,7 @@ def _depends_on_own_gradient(value: Any, batch: Sequence[tf.Tensor]) -> bool:
     pending = [(tensor, False) for tensor in tf.nest.flatten(value, expand_composites=True)]
     while pending:
         tensor, is_gradient = pending.pop()
-        if isinstance(tensor, EagerTensor):  # a constant
+        if not tf.is_symbolic_tensor(tensor):  # a constant
             continue
         if is_gradient and tensor.ref() in batch_references:
             return True
