@@ -58,10 +58,10 @@ from .keras.evaluating import evaluate as evaluate
 from .keras.fitting import fit as fit
 from .keras.loading import load_model as load_model
 from .keras.predicting import predict as predict
+from .keras.rank_state import synchronize as synchronize
 from .optimizer.average import average_gradients as average_gradients
 from .optimizer.distributed import DistributedOptimizer as DistributedOptimizer
 from .optimizer.local_variables import register_local_variables as register_local_variables
-from .optimizer.rank_state import synchronize as synchronize
 from .optimizer.tape import DistributedGradientTape as DistributedGradientTape
 from .optimizer.tape import PartialDistributedGradientTape as PartialDistributedGradientTape
 from .sharding.partitioned_variable import PartitionedVariable as PartitionedVariable

@@ -29,7 +29,6 @@ from hvdkit.collectives.weak_registry import WeakRegistry
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.internals import record
 
-_SHARES: WeakRegistry[bool] = WeakRegistry()  # datasets
 _READ: WeakRegistry[bool] = WeakRegistry()  # factors that a graph reads from the variable
 _SCRATCH_GRAPH = "scratch_graph"  # in which Keras calls the layers of a functional model, to get their shapes
 
@@ -139,14 +138,3 @@ def with_scaled_gradient(x: tf.Tensor) -> tf.Tensor:
         return tf.identity(x), lambda upstream: times_share(upstream, factor)
 
     return identity(x)
-
-
-def mark_share(dataset: tf.data.Dataset) -> None:
-    """Mark ``dataset`` as having different rows on each rank."""
-    _SHARES.set(dataset, True)
-
-
-def is_share(data: object) -> bool:
-    """Return True for a dataset marked by :func:`mark_share`, or derived from one."""
-    inputs = data._inputs() if isinstance(data, tf.data.Dataset) else ()
-    return data in _SHARES or any(map(is_share, inputs))

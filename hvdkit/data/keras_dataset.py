@@ -125,8 +125,6 @@ def _dataset(position: DataPosition, convert: Callable[[RankBatch], Any], spec: 
     """
     import tensorflow as tf
 
-    from hvdkit.collectives.batch_share import mark_share
-
     steps = position.steps_per_epoch
     spec = _lists_to_tuples(spec)
     if at_once > 1:
@@ -155,7 +153,6 @@ def _dataset(position: DataPosition, convert: Callable[[RankBatch], Any], spec: 
     if steps is not None:
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
     dataset = dataset.with_options(options)
-    mark_share(dataset)
     weakref.finalize(dataset, passes.close)  # TensorFlow keeps the function that reads, and with it the passes
     return dataset
 

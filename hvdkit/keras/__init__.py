@@ -13,7 +13,8 @@ with ``fitting.py``; the other two calls follow the same steps:
     keras_callbacks.py  runs the user's callbacks, and compares their decisions between ranks
     metric_combiner.py  from the ranks' metric states to the logs of one process
 
-In plain ``fit``, each rank trains on its own data, and the callbacks of ``hvdkit.callbacks`` keep the ranks equal:
+In plain ``fit``, each rank trains on its own data, and the callbacks of ``hvdkit.callbacks`` keep the ranks equal, and
+compare them (``plain_fit.py``):
 ``broadcast.py``, the smallest, ``metrics.py``, ``step_callbacks.py`` and ``supervisor_callback.py``, which runs the
 whole session of ``hk.supervisor``. ``horovod_callbacks.py`` has those of Horovod.
 """

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
-
+from hvdkit.keras.plain_fit import CheckedCallback
 from hvdkit.layers import synchronize_batch_normalization
 from hvdkit.optimizer.mixins import ranks_of
 from hvdkit.sharding.variables import broadcast_variables
 from hvdkit.supervisor.divergence import check_first_update
 
 
-class BroadcastInitial(keras.callbacks.Callback):
+class BroadcastInitial(CheckedCallback):
     """Broadcast the chief's weights and optimizer state before the first step.
 
     Also makes ``BatchNormalization(synchronized=True)`` use the statistics of the global batch

@@ -32,11 +32,12 @@ from hvdkit.keras.model_optimizers import (
 )
 from hvdkit.keras.own_methods import as_plain
 from hvdkit.keras.rank_seeds import global_generator, rank_seeds, spread_seeds
+from hvdkit.keras.rank_state import compare_constants, compare_state, digests_of, state_of
 from hvdkit.keras.shares import Shares
 from hvdkit.keras.strategies import leave_strategy
 from hvdkit.keras.train_steps import ShareSteps, Step
 from hvdkit.layers import average_moving_statistics, synchronize_batch_normalization
-from hvdkit.optimizer.rank_state import compare_constants, compare_state, digests_of, state_of
+from hvdkit.optimizer.equal_ranks import checked
 from hvdkit.sharding.shards import holding_of, is_seed_state, shard_of
 from hvdkit.sharding.variables import broadcast_variables
 from hvdkit.sharding.vocabulary import warn_of_full_buckets
@@ -182,7 +183,8 @@ class FitSession:
             attributes["_jit_compile"] = False
             if cluster.is_chief() and not any(self._functions.values()):
                 get_logger().info("jit_compile: switched off for the model's steps: Horovod has no XLA kernels")
-        with swap_attributes(model, **attributes), following_originals(model), self._active():
+        optimizers = optimizers_of(model)
+        with swap_attributes(model, **attributes), following_originals(model), checked(optimizers), self._active():
             self._is_running = True
             try:
                 yield
@@ -358,6 +360,12 @@ class VariableBroadcaster:
 
 # Stored on the model, which the session's compiled steps reference.
 _SESSIONS: Attached[FitSession] = Attached("_hvdkit_session")
+
+
+def is_running(model: Any) -> bool:
+    """Return True while ``hk.fit``, ``hk.evaluate`` or ``hk.predict`` runs a model."""
+    session = _SESSIONS.get(model)
+    return session is not None and session._is_running
 
 
 def _dependencies(model: Any) -> tuple[Any, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import numpy as np
 
 from hvdkit import cluster
@@ -13,6 +12,7 @@ from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import describe
 from hvdkit.keras.broadcast import BroadcastInitial
 from hvdkit.keras.metrics import MetricAverage
+from hvdkit.keras.plain_fit import CheckedCallback
 from hvdkit.keras.step_callbacks import LearningRateWarmup
 
 __all__ = [
@@ -123,13 +123,14 @@ class LearningRateWarmupCallback(LearningRateWarmup):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Log that warm-up is finished."""
+        super().on_epoch_end(epoch, logs)
         if self._verbose and self._reached and cluster.is_chief():
             self._verbose = 0
             rate = float(np.asarray(self.model.optimizer.learning_rate))
             get_logger().info("epoch %d: learning rate warm-up is finished, at %g", epoch + 1, rate)
 
 
-class LearningRateScheduleCallback(keras.callbacks.Callback):
+class LearningRateScheduleCallback(CheckedCallback):
     """Set the learning rate to ``initial_lr * multiplier(epoch)`` in the epochs ``[start_epoch, end_epoch)``.
 
     Args:
@@ -182,6 +183,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Set the rate of the epoch."""
+        super().on_epoch_begin(epoch, logs)
         self._epoch = epoch
         if self._staircase:
             self._set(epoch)

@@ -23,6 +23,7 @@ from hvdkit.keras.fit_session import FitSession
 from hvdkit.keras.model_optimizers import optimizers_of
 from hvdkit.keras.row_gathering import gather_rows
 from hvdkit.keras.shares import Shares
+from hvdkit.layers.batch_norm import check_batch_normalization
 from hvdkit.machine.terminal import on_terminal
 from hvdkit.sharding.variables import compare_variables
 
@@ -319,6 +320,7 @@ class CallbackList(keras.callbacks.CallbackList):
     def _compare_weights(self) -> None:
         """Compare weights after the first update; they differ if an optimizer does not combine gradients."""
         self._is_first_update = False
+        check_batch_normalization(self.model)  # also layers that the first step has created
         try:
             compare_variables(self.model.trainable_variables)
         except CollectiveMismatchError as error:

@@ -8,13 +8,13 @@ import keras
 import numpy as np
 
 from hvdkit.collectives import Sum, grouped_allreduce
-from hvdkit.optimizer.batch_norm import average_temporarily, synchronize_batch_normalization
-from hvdkit.optimizer.mixins import is_supervised, ranks_of
-from hvdkit.optimizer.plain_fit import note_combined
+from hvdkit.keras.plain_fit import CheckedCallback, is_supervised
+from hvdkit.layers.batch_norm import average_temporarily, synchronize_batch_normalization
+from hvdkit.optimizer.mixins import ranks_of
 from hvdkit.supervisor.divergence import check_first_update
 
 
-class MetricAverage(keras.callbacks.Callback):
+class MetricAverage(CheckedCallback):
     """Compute the training and validation metrics of each epoch over the samples of all ranks.
 
     A Keras metric keeps sums (a mean its total and count; AUC its counts by threshold). These are summed over ranks
@@ -71,7 +71,6 @@ class MetricAverage(keras.callbacks.Callback):
             >>> sorted(hk.callbacks.MetricAverage.results(model))
             ['loss', 'mae']
         """
-        note_combined(model)
         variables = [v for metric in model.metrics for v in metric.variables]
         local = [np.asarray(v) for v in variables]
         for variable, total in zip(variables, grouped_allreduce(local, Sum), strict=True):
@@ -90,10 +89,12 @@ class MetricAverage(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, float] | None = None) -> None:
         """Record the end of ``fit``."""
+        super().on_train_end(logs)
         self._fitting = False
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Clear the metrics of the previous epoch, and restore this rank's moving statistics."""
+        super().on_epoch_begin(epoch, logs)
         self._training = {}
         self._validation = {}
         self._restore_local()
@@ -118,6 +119,7 @@ class MetricAverage(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Write the combined metrics to ``logs``, for later callbacks and History."""
+        super().on_epoch_end(epoch, logs)
         if not self._compared:
             self._compared = True
             check_first_update(self.model, self.model.optimizer, int(np.asarray(self.model.optimizer.iterations)))

@@ -16,13 +16,14 @@ from hvdkit.cluster.logs import get_logger
 from hvdkit.cluster.progress import progress
 from hvdkit.collectives import allreduce
 from hvdkit.errors import NonFiniteError, describe
+from hvdkit.keras.plain_fit import CheckedCallback
 from hvdkit.supervisor.divergence import DivergenceDetector, replicated
 
 # Callbacks with state, by model. A callback references its model, so both are held weakly here.
 _stateful: weakref.WeakKeyDictionary[Any, list[weakref.ref[_StepCounter]]] = weakref.WeakKeyDictionary()
 
 
-class _StepCounter(keras.callbacks.Callback):
+class _StepCounter(CheckedCallback):
     """Counts steps since the first ``fit``; with ``steps_per_execution``, Keras calls once for several steps.
 
     :meth:`restore` continues the count where a checkpoint was saved. It may be called before or after
@@ -57,6 +58,7 @@ class _StepCounter(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Store the number of steps before this epoch."""
+        super().on_epoch_begin(epoch, logs)
         self._before_epoch = self._done
 
     def count(self, batch: int) -> int:

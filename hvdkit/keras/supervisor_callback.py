@@ -7,13 +7,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import keras
-
 from hvdkit import cluster
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import HvdkitError, describe
+from hvdkit.keras.plain_fit import CheckedCallback, set_supervised
 from hvdkit.keras.step_callbacks import stateful_callbacks
-from hvdkit.optimizer.mixins import set_supervised
 from hvdkit.sharding.shards import AnyVariable
 from hvdkit.supervisor.session import Supervisor
 
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
     from hvdkit.data.position import DataPosition
 
 
-class SupervisorCallback(keras.callbacks.Callback):
+class SupervisorCallback(CheckedCallback):
     """Run ``hk.Supervisor`` in ``model.fit``: restore or initialize, save, write summaries, and stop.
 
     When the user starts the same script again, ``fit`` resumes at the epoch and batch of the last save. Replaces
@@ -128,6 +126,7 @@ class SupervisorCallback(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Start counting the batches of this epoch."""
+        super().on_epoch_begin(epoch, logs)
         self._epoch_steps = 0
         self._epoch.begin(epoch, self._session.global_step)
 
@@ -150,10 +149,11 @@ class SupervisorCallback(keras.callbacks.Callback):
         An epoch that is complete is validated: the next run does not repeat it.
         """
         if self.supervisor is not None and self.supervisor.preempted and not self._is_epoch_complete():
-            self.on_train_end()
+            self._end_session()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Write the epoch's metrics, and continue ``fit`` after an epoch that an earlier run began."""
+        super().on_epoch_end(epoch, logs)
         if not self.model.stop_training:  # otherwise training stopped within the epoch
             self._epoch.begin(epoch + 1, self._session.global_step)
         self._session.summary(**{f"epoch_{name}": value for name, value in (logs or {}).items()})
@@ -172,6 +172,10 @@ class SupervisorCallback(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, float] | None = None) -> None:
         """Save any unsaved state and end the session."""
+        super().on_train_end(logs)
+        self._end_session()
+
+    def _end_session(self) -> None:
         self.model._initial_epoch = None
         set_supervised(self.model, False)
         self._session.__exit__(None, None, None)

@@ -24,10 +24,10 @@ from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.keras.data_end import require_batch_on_every_rank
 from hvdkit.keras.losses import rescaled, rescaled_vector
 from hvdkit.keras.moved_weights import warning_of_moved_weights
+from hvdkit.keras.rank_state import StateCombiner, state_of
 from hvdkit.keras.row_means import RowMeans
 from hvdkit.keras.shares import number_of_rows, slice_tensor
-from hvdkit.optimizer.batch_norm import synchronized_statistics
-from hvdkit.optimizer.rank_state import StateCombiner, state_of
+from hvdkit.layers.batch_norm import synchronized_statistics
 from hvdkit.sharding.shards import differs_by_rank
 
 Step = Callable[[Any], Any]

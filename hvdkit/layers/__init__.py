@@ -6,13 +6,14 @@ exchanges them (``lookup.py``); ``table_store.py`` holds the variables.
 
 Parallel dense layers split one matrix product among the ranks of a mesh axis, which share a batch. Start with
 ``parallel_dense.py``; ``parallel_loss.py`` is the matching cross-entropy. ``sharded_layer.py`` saves both kinds.
+``batch_norm.py`` gives Keras's BatchNormalization the statistics of the global batch.
 """
 
+from hvdkit.layers.batch_norm import average_moving_statistics, synchronize_batch_normalization
 from hvdkit.layers.collection import ShardedEmbeddingCollection
 from hvdkit.layers.embedding import ShardedEmbedding
 from hvdkit.layers.parallel_dense import ColumnParallelDense, RowParallelDense
 from hvdkit.layers.parallel_loss import vocabulary_parallel_cross_entropy
-from hvdkit.optimizer.batch_norm import average_moving_statistics, synchronize_batch_normalization
 from hvdkit.sharding.table import Table
 
 __all__ = [

@@ -6,6 +6,6 @@ classifies them), and with ``distributed.py``, which makes a Keras optimizer dis
 
 A distributed optimizer is a copy (``copies.py``) whose class has a mixin (``mixins.py``, or ``sharded_state.py`` with
 ``element_partition.py`` if each rank keeps 1/N of the slots). ``reduction.py`` holds its options. ``row_updates.py``
-updates only the rows in a gradient; ``tables.py`` handles tables that have their own optimizer. ``plain_fit.py`` checks
-that Keras's own ``fit`` runs consistently on all ranks. ``tape.py`` combines gradients for custom training loops.
+updates only the rows in a gradient; ``tables.py`` handles tables that have their own optimizer. ``equal_ranks.py``
+compares the ranks' weights before the first step. ``tape.py`` combines gradients for custom training loops.
 """

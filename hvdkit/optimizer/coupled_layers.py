@@ -18,7 +18,7 @@ _was_coupled = False
 _checked: set[int] = set()
 
 
-def note_coupled(layer: Any) -> None:
+def note_coupled(layer: keras.layers.Layer) -> None:
     """Record that ``layer`` couples ranks, so that rank weights must be applied to losses instead of gradients."""
     global _was_coupled
     _was_coupled = True
@@ -60,7 +60,7 @@ def check_coupled(variables: Iterable[Any]) -> None:
     _checked.add(key)
 
 
-def require_synchronized(layer: Any) -> None:
+def require_synchronized(layer: keras.layers.BatchNormalization) -> None:
     """Raise ValueError unless a ``BatchNormalization(synchronized=True)`` uses the statistics of the global batch."""
     if layer.synchronized and "_moments" not in vars(layer) and cluster.size() > 1:
         got = f"layer {layer.name!r}, which uses the statistics of each rank's batch"

@@ -12,20 +12,18 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.collectives import allreduce
+from hvdkit.collectives.batch_share import within_share
 from hvdkit.collectives.call_checks import attempt
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.collectives.graphs import refuse_xla
 from hvdkit.collectives.ops import Min, ReduceOp
-from hvdkit.collectives.weak_registry import WeakRegistry
 from hvdkit.errors import HvdkitError, describe
-from hvdkit.optimizer.batch_norm import average_moving_statistics, check_batch_normalization
-from hvdkit.optimizer.caller import calling_model, calling_object
 from hvdkit.optimizer.copies import Original, copy_of, subclass
 from hvdkit.optimizer.coupled_layers import check_coupled
 from hvdkit.optimizer.element_partition import ElementPartition
+from hvdkit.optimizer.equal_ranks import compare_end, compare_start, warn_of_no_callback
 from hvdkit.optimizer.gradients import Gradient, PlacedGradients, place_gradients
 from hvdkit.optimizer.local_variables import register_local_variables
-from hvdkit.optimizer.plain_fit import FitMonitor, begin_fit
 from hvdkit.optimizer.reduction import Reduction
 from hvdkit.optimizer.row_updates import ELEMENTWISE, rule_for, update_rows, updating_class
 from hvdkit.optimizer.slots import initialize_slot, register_slot, reset_reassigned_rows
@@ -36,7 +34,6 @@ from hvdkit.sharding.variable_optimizer import variable_optimizer
 from hvdkit.sharding.variables import variable_name
 
 LossScale = keras.optimizers.LossScaleOptimizer
-_SUPERVISED: WeakRegistry[bool] = WeakRegistry()  # models
 
 
 class DistributedMixin:
@@ -44,8 +41,26 @@ class DistributedMixin:
 
     _hvdkit: Reduction
     _hvdkit_options: Mapping[str, Any] = {}
-    _hvdkit_monitor: FitMonitor | None = None  # for the model that plain fit trains
     _hvdkit_original: Original | None = None
+    _hvdkit_scales_loss = False  # whether scale_loss has been called, as Keras's own train_step does
+    _hvdkit_has_begun = False  # whether the ranks were compared in the first step
+    _hvdkit_is_checked = False  # whether hk.fit or a callback checks the current fit
+    _hvdkit_starts_equal = False  # whether a Supervisor has made the ranks equal
+
+    def scale_loss(self, loss: tf.Tensor | float) -> tf.Tensor | float:
+        """Multiply ``loss`` by the scale, if there is one."""
+        self._hvdkit_scales_loss = True
+        return super().scale_loss(loss)  # type: ignore[misc]
+
+    def _hvdkit_begin(self, variables: Sequence[Any]) -> None:
+        """In the first step, check what does not need the model, unless hk.fit or a callback checks the fit."""
+        if self._hvdkit_has_begun or within_share():
+            return
+        check_coupled(variables)
+        if not self._hvdkit_is_checked:
+            self._hvdkit_has_begun = True
+            if not self._hvdkit_starts_equal:
+                compare_start(self, variables, is_fit=self._hvdkit_scales_loss)
 
     @graph_safe
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Gradient, AnyVariable]]) -> keras.Variable:
@@ -99,19 +114,23 @@ class CombiningMixin(DistributedMixin):
     """Mixin for a Keras optimizer class: combine gradients over ranks before the class's own update."""
 
     _hvdkit = Reduction()
-    _hvdkit_wrapped = False
+    _hvdkit_wrapped = False  # whether a LossScaleOptimizer is around this optimizer
     _hvdkit_local_keys: frozenset[Any] = frozenset()  # keys of local variables at build time
     _hvdkit_updated: Sequence[Any] = ()  # the variables of the current update
     _hvdkit_partition = ElementPartition(())  # with sharded optimizer state, after build
     _hvdkit_tables: TableOptimizers | None = None  # for tables that have their own optimizer
     _hvdkit_is_for_table = False  # whether this is a table's own optimizer
-    _hvdkit_model_checked = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The constructor of a LossScaleOptimizer (since Keras 3.10) assigns None to the optimizer inside. hvdkit's own
+        # one gets another inner optimizer, without options.
+        if name == "loss_scale_factor" and value is None and "_hvdkit_options" in vars(self):
+            object.__setattr__(self, "_hvdkit_wrapped", True)
+        super().__setattr__(name, value)
 
     def build(self, variables: Sequence[Any]) -> None:
         """Create the slots of ``variables``."""
-        caller = calling_object(self)
-        self._hvdkit_wrapped = isinstance(caller, LossScale) and not isinstance(caller, LossScaleMixin)
-        if self._hvdkit_wrapped and calling_model() is not None:  # raise on every rank: the first step may overflow
+        if self._hvdkit_wrapped:  # raise on every rank: one that overflows in the first step does not call apply
             reject_unsupported(wrapped=True)
         if self.built:  # type: ignore[attr-defined]
             return
@@ -144,6 +163,7 @@ class CombiningMixin(DistributedMixin):
             copy = copy_of(optimizer, subclass(CombiningMixin, type(optimizer)))
         copy._hvdkit = replace(reduction, combines=False, clip_global_norm=None)
         copy._hvdkit_is_for_table = True
+        copy._hvdkit_has_begun = True  # the model's optimizer compares the ranks
         copy.loss_scale_factor = self.loss_scale_factor  # type: ignore[attr-defined]
         return copy
 
@@ -155,14 +175,15 @@ class CombiningMixin(DistributedMixin):
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """Assign the moving averages to the variables, if enabled; Keras calls this at the end of ``fit``."""
-        if not self._hvdkit_is_for_table:
-            model = calling_model()
-            if model is not None and not is_supervised(model):
-                average_moving_statistics(model, process_set=self._hvdkit.group)
+        trained = list(var_list)
         if self._hvdkit_tables is not None:
             self._hvdkit_tables.finalize(var_list)
             var_list = self._hvdkit_tables.without_tables(var_list)
         super().finalize_variable_values(var_list)  # type: ignore[misc]
+        is_fit = self._hvdkit_scales_loss or not self.use_ema  # type: ignore[attr-defined]  # a loop calls it for EMA
+        if is_fit and not self._hvdkit_is_checked and not self._hvdkit_is_for_table:
+            warn_of_no_callback()
+            compare_end(trained, self._hvdkit.group)
 
     def add_variable_from_reference(self, reference_variable: Any, name: Any = None, initializer: Any = "zeros") -> Any:
         """Create a slot, sharded or local like its variable."""
@@ -213,7 +234,7 @@ class CombiningMixin(DistributedMixin):
 
         def prepare() -> PlacedGradients:
             placed = prepare_gradients(self, grads, trainable_variables)
-            self._hvdkit_check_model(placed.variables)
+            self._hvdkit_begin(placed.variables)
             return reduction.scale_to_batch(placed)
 
         if reduction.accumulate_steps == 1:
@@ -232,19 +253,6 @@ class CombiningMixin(DistributedMixin):
                 f"accumulate_steps: Keras {keras.__version__} kept the accumulated gradients; use accumulate_steps=1"
             )
         return result
-
-    def _hvdkit_check_model(self, variables: Any) -> None:
-        """In the first step, raise if the model's forward pass depends on the local batch only."""
-        if self._hvdkit_model_checked:
-            if self._hvdkit_monitor is not None:
-                self._hvdkit_monitor.note_batch()
-            return
-        self._hvdkit_model_checked = True
-        if (model := calling_model()) is not None:
-            check_batch_normalization(model)
-            begin_fit(model, self, self._hvdkit.group)
-        else:
-            check_coupled(variables)
 
     def _hvdkit_combine(self, prepare: Callable[[], PlacedGradients], loss_scale: Any = None) -> PlacedGradients:
         """Return the combined and clipped gradients, with their variables."""
@@ -298,16 +306,6 @@ class CombiningMixin(DistributedMixin):
                 return
             # Keras assumes distinct rows.
             super().update_step(sum_duplicates(gradient), variable, learning_rate)  # type: ignore[misc]
-
-
-def set_supervised(model: keras.Model, supervised: bool) -> None:
-    """Mark a model whose ``fit`` a Supervisor runs: it saves each rank's moving statistics before averaging them."""
-    _SUPERVISED.set(model, supervised)
-
-
-def is_supervised(model: keras.Model) -> bool:
-    """Return True while a Supervisor runs the model's ``fit``."""
-    return bool(_SUPERVISED.get(model))
 
 
 def ranks_of(optimizer: keras.optimizers.Optimizer | None) -> cluster.Group | None:
@@ -405,10 +403,11 @@ class LossScaleMixin(DistributedMixin):
 
     _scaled = True
 
-    def scale_loss(self, loss: Any) -> Any:
+    def scale_loss(self, loss: tf.Tensor | float) -> tf.Tensor | float:
         """Multiply ``loss`` by the current scale; gradients are expected to be scaled from now on."""
         self._scaled = True
-        return super().scale_loss(loss)  # type: ignore[misc]
+        self.inner_optimizer._hvdkit_scales_loss = True  # type: ignore[attr-defined]
+        return super().scale_loss(loss)
 
     @graph_safe
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
@@ -417,7 +416,10 @@ class LossScaleMixin(DistributedMixin):
         reduction = self._hvdkit
 
         def prepare() -> PlacedGradients:
-            return reduction.scale_to_batch(prepare_gradients(self, grads, trainable_variables))
+            placed = prepare_gradients(self, grads, trainable_variables)
+            self._hvdkit_begin(placed.variables)
+            self.inner_optimizer._hvdkit_has_begun = True  # type: ignore[attr-defined]
+            return reduction.scale_to_batch(placed)
 
         placed = reduction.agree(prepare, exchanges=True)
         if not placed.grads:

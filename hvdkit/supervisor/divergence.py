@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
@@ -11,6 +11,7 @@ from hvdkit import cluster
 from hvdkit.cluster.agreement import compare, differing_indices, gather
 from hvdkit.collectives.digests import digest
 from hvdkit.errors import describe
+from hvdkit.optimizer.equal_ranks import slots_of
 from hvdkit.sharding.shards import AnyVariable, differs_by_rank
 from hvdkit.sharding.variables import variable_name
 
@@ -119,18 +120,9 @@ def replicated(model: keras.Model | None, optimizer: keras.optimizers.Optimizer 
 
         DivergenceDetector(lambda: replicated(model, model.optimizer), every=500)
     """
-    accumulators = {id(v) for each in _with_inner(optimizer) for v in getattr(each, "_accumulated_gradients", ())}
-    slots = [] if optimizer is None else [v for v in optimizer.variables if id(v) not in accumulators]
+    slots = [] if optimizer is None else slots_of(optimizer)
     parameters = [] if model is None else model.trainable_variables
     return [v for v in [*parameters, *slots] if not differs_by_rank(v)]
-
-
-def _with_inner(optimizer: Any) -> Iterator[Any]:
-    """Yield ``optimizer`` and the inner optimizers of a LossScaleOptimizer or MultiOptimizer."""
-    yield optimizer
-    for inner in (getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())):
-        if inner is not None:
-            yield from _with_inner(inner)
 
 
 def _raise_difference(reports: list[_Report], equal_at: int | None) -> None:

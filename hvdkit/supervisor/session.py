@@ -16,6 +16,7 @@ from hvdkit.cluster.logs import get_logger
 from hvdkit.cluster.progress import progress, spending
 from hvdkit.errors import CheckpointError, HvdkitError, describe, integer
 from hvdkit.layers import average_moving_statistics, synchronize_batch_normalization
+from hvdkit.optimizer.equal_ranks import note_equal
 from hvdkit.optimizer.mixins import ranks_of
 from hvdkit.sharding.shards import AnyVariable
 from hvdkit.supervisor.divergence import DivergenceDetector, replicated
@@ -204,6 +205,7 @@ class Supervisor:
         except BaseException:
             self._lock.release()
             raise
+        note_equal(self._optimizer)
         self._report_start(rate)
         self._saver.start(self.restored_from)
         self._saver.step = self.global_step if self.restored_from else None

@@ -311,7 +311,7 @@ def test_moving_statistics_are_equal_where_they_are_used(where, rng, rank, size,
             session.save()  # different on each rank
             assert model.layers[1].moving_mean.numpy()[0] == rank
     else:
-        callbacks = [] if where == "the end of fit" else [hk.callbacks.MetricAverage(), Look()]
+        callbacks = [hk.callbacks.StepLog(4)] if where == "the end of fit" else [hk.callbacks.MetricAverage(), Look()]
         validation = (x[:4], y[:4]) if where == "validation" else None
         model.fit(x, y, batch_size=4, validation_data=validation, callbacks=callbacks, verbose=0)
         assert len(seen) == (2 if where == "validation" else 0)

@@ -194,9 +194,9 @@ def test_a_loss_scale_around_a_distributed_optimizer_is_refused(graph):
     """A rank that overflows would not call apply, so its next step would be matched with its peers' current one."""
     vs = variables()
     outer = opts.LossScaleOptimizer(hk.DistributedOptimizer(opts.SGD(1.0)))
-    outer.build(vs)
 
     def step():
+        outer.build(vs)
         outer.apply([tf.ones(v.shape) for v in vs], vs)
 
     with raises_on_several(hk.HvdkitError, "wrap the other way round"):

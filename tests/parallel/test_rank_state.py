@@ -71,7 +71,7 @@ def test_undeclared_state_is_an_error_in_plain_fit(rng, rank, size):
     x, y = (mine(array, rank, size) for array in line(rng, 24))
     model = model_with(Running(False), hk.DistributedOptimizer(keras.optimizers.SGD(0.1)))
     with raises_on_several(hk.CollectiveMismatchError, "different values of .*use hk.fit, and .*hk.synchronize"):
-        model.fit(x, y, batch_size=4, verbose=0)
+        model.fit(x, y, batch_size=4, verbose=0, callbacks=[hk.callbacks.BroadcastInitial()])
 
 
 def test_variables_without_keras_start_with_the_chiefs_values(rng):

@@ -222,6 +222,28 @@ def test_private_names_exist():
     assert set(internals._HOMES) == {alias.name for node in imports for alias in node.names}
 
 
+# Where frames of the stack are read, and why. Nothing that trains looks there for a model or an optimizer.
+READS_FRAMES = {
+    "cluster/lone_training.py": "whether a program trains without any of hvdkit's optimizers",
+    "cluster/progress.py": "the line of the user's program that a rank has reached",
+    "collectives/graphs.py": "the line of the user's program that calls a collective, for messages",
+    "watchdog/reporter.py": "the stacks of a rank that hangs",
+}
+FRAME_FUNCTIONS = {"_getframe", "currentframe", "_current_frames"}
+
+
+def test_frames_are_read_for_messages_only():
+    readers = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
+            is_stack = isinstance(node, ast.Attribute) and ast.unparse(node) in ("inspect.stack", "inspect.trace")
+            imported = {alias.name for alias in node.names} if isinstance(node, ast.ImportFrom) else set()
+            if name in FRAME_FUNCTIONS or is_stack or imported & (FRAME_FUNCTIONS | {"stack"}):
+                readers.add(str(path.relative_to(PACKAGE)))
+    assert readers == set(READS_FRAMES)
+
+
 def test_no_patches_of_other_packages():
     """hvdkit does not assign to attributes of keras, tensorflow or horovod."""
     for path in FILES:

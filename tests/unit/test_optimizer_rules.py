@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from packaging import version
 
 import hvdkit as hk
 from hvdkit.cluster.logs import warn_once
@@ -132,3 +135,16 @@ def test_adam_says_that_it_updates_rows_of_tables(caplog):
         found = [each for each in caplog.messages if "Adam updates only those rows" in each]
         assert len(found) == logged, sparse_updates
     assert 'sparse_updates="exact"' in found[0]
+
+
+def test_a_loss_scale_around_a_distributed_optimizer_is_noticed_when_it_is_made():
+    """By what Keras's constructor assigns; not by options, hvdkit's own one, or copies."""
+    optimizer = hk.DistributedOptimizer(opts.SGD(0.1, loss_scale_factor=4.0))
+    again = pickle.loads(pickle.dumps(optimizer))
+    assert optimizer.loss_scale_factor == again.loss_scale_factor == optimizer.get_config()["loss_scale_factor"] == 4.0
+    optimizer.loss_scale_factor = 8.0
+    assert optimizer.scale_loss(1.0) == 8.0
+    inside = hk.DistributedOptimizer(opts.LossScaleOptimizer(opts.SGD(0.1))).inner_optimizer
+    assert not any(each._hvdkit_wrapped for each in (optimizer, again, inside))
+    opts.LossScaleOptimizer(optimizer)
+    assert optimizer._hvdkit_wrapped == (version.parse(keras.__version__) >= version.parse("3.10"))

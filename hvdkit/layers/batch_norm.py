@@ -25,8 +25,8 @@ def synchronize_batch_normalization(
     """Make every ``BatchNormalization(synchronized=True)`` of ``model`` use the statistics of the global batch.
 
     Keras synchronizes through ``tf.distribute``, which sees only one rank, and so uses the local batch. ``hk.fit``,
-    hvdkit's callbacks, ``hk.Supervisor`` and a ``hk.DistributedOptimizer`` in ``fit`` call this function. Users of a
-    custom training loop call it once, before the first step.
+    ``BroadcastInitial``, ``MetricAverage`` and ``hk.Supervisor`` call this function. Users of a custom training loop
+    call it once, before the first step.
 
     With x_i the n unmasked elements of a channel on all ranks with different batches:
 

@@ -1,0 +1,328 @@
+"""Check that Keras's own ``fit`` runs consistently on all ranks: equal weights and decisions, different data.
+
+The first of hvdkit's callbacks in a ``fit`` compares the ranks, before the first batch, after each epoch, and at the
+end. Callbacks behind it in the list decide after it, so it compares an epoch at the beginning of the next one.
+``hk.fit`` has its own comparisons and needs none of this.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdkit import cluster
+from hvdkit.cluster.agreement import compare, gather
+from hvdkit.cluster.logs import get_logger
+from hvdkit.collectives.conversion import untracked_variable
+from hvdkit.collectives.digests import digest_in_any_order
+from hvdkit.collectives.weak_registry import Attached, WeakRegistry
+from hvdkit.errors import ClusterError
+from hvdkit.keras.atomic_saving import make_saving_atomic
+from hvdkit.keras.attribute_swap import exchange_attributes
+from hvdkit.keras.chief import is_on_chief
+from hvdkit.keras.fit_session import is_running
+from hvdkit.keras.model_optimizers import optimizers_of
+from hvdkit.keras.rank_state import compare_state, digests_of, state_of
+from hvdkit.layers.batch_norm import average_moving_statistics, check_batch_normalization
+from hvdkit.optimizer.equal_ranks import (
+    compare_end,
+    digest_of,
+    mark_checked,
+    slots_of,
+    synchronize_start,
+    with_values,
+)
+from hvdkit.optimizer.mixins import ranks_of
+from hvdkit.sharding.vocabulary import warn_of_full_buckets
+from hvdkit.watchdog.reporter import reporter
+
+_SUPERVISED: WeakRegistry[bool] = WeakRegistry()  # models
+
+
+def set_supervised(model: keras.Model, supervised: bool) -> None:
+    """Mark a model whose ``fit`` a Supervisor runs: it saves each rank's moving statistics before averaging them."""
+    _SUPERVISED.set(model, supervised)
+
+
+def is_supervised(model: keras.Model) -> bool:
+    """Return True while a Supervisor runs the model's ``fit``."""
+    return bool(_SUPERVISED.get(model))
+
+
+class CheckedCallback(keras.callbacks.Callback):
+    """Base class of hvdkit's callbacks: in plain ``fit``, the first one in the list compares the ranks."""
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, float] | None = None) -> None:
+        """Compare the ranks before the first batch of ``fit``, or the end of the previous epoch."""
+        if (checks := PlainFitChecks.of(self.model)) is not None:
+            checks.begin_epoch(self)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
+        """Keep the logs, which callbacks behind this one may still change."""
+        if (checks := PlainFitChecks.of(self.model)) is not None:
+            checks.end_epoch(self, epoch, logs)
+
+    def on_train_end(self, logs: dict[str, float] | None = None) -> None:
+        """Compare the last epoch and the weights."""
+        if (checks := PlainFitChecks.of(self.model)) is not None:
+            checks.finish(self)
+
+
+class _EpochEnd(NamedTuple):
+    """The state of one rank after an epoch."""
+
+    stops: bool  # whether a callback has set stop_training
+    rate: float | None
+    logs: dict[str, float]  # numbers passed to callbacks and History
+    rows: int  # digest of the rows of the first epoch, in any order; 0 if unknown
+    state: list[tuple[str, bytes]]  # digests of what layers and steps update without a gradient
+    saved: list[str]  # paths that callbacks have saved the model to
+
+
+class PlainFitChecks:
+    """Compares the ranks in Keras's own ``fit`` of a model. Kept with the model, for its next ``fit``.
+
+    Args:
+        model: a Keras model with distributed optimizers.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._owner: Any = None  # the callback that compares; None between calls of fit
+        self._history: Any = None  # of the current fit
+        self._group: cluster.Group | None = None
+        self._optimizers: list[Any] = []
+        self._ended: tuple[int, dict[str, Any]] | None = None  # an epoch that is not compared yet, and its logs
+        self._saved: set[str] = set()
+        self._warned: set[str] = set()
+        # Whether the rows of this epoch are read, and their digest. One variable, as each costs two calls in a step.
+        self._rows = untracked_variable(np.zeros(2, np.int64), tf.int64, "hvdkit_rows")
+        self._replaced: dict[str, Any] = {}  # attributes of the model that are replaced during fit
+        self._train_function: Any = None  # which reads rows
+
+    @classmethod
+    def of(cls, model: Any) -> PlainFitChecks | None:
+        """Return a model's checks; None on one rank, in ``hk.fit``, and without distributed optimizers."""
+        if cluster.size() == 1 or is_running(model) or not optimizers_of(model):
+            return None
+        checks = _CHECKS.get(model)
+        if checks is None:
+            checks = cls(model)
+            _CHECKS.set(model, checks)
+        return checks
+
+    def begin_epoch(self, callback: keras.callbacks.Callback) -> None:
+        """Compare the previous epoch; in the first epoch, the beginning of ``fit``. Every rank must call it.
+
+        Raises:
+            CollectiveMismatchError: as for :meth:`_begin` and :meth:`_compare_epoch`.
+        """
+        history = getattr(self._model, "history", None)
+        # For every fit, Keras assigns a new History to the model. A fit that raised has left its owner.
+        if self._owner is None or self._history is not history:
+            if not is_on_chief(callback):
+                self._owner = None
+                self._begin(callback.params or {})
+                self._owner = callback
+                self._history = history
+        elif self._owner is callback:
+            self._compare_epoch()
+
+    def end_epoch(self, callback: keras.callbacks.Callback, epoch: int, logs: dict[str, Any] | None) -> None:
+        """Keep what will be compared when all callbacks have seen the end of the epoch."""
+        if self._owner is callback:
+            self._ended = epoch, logs or {}
+
+    def finish(self, callback: keras.callbacks.Callback) -> None:
+        """Compare the last epoch and the weights, and average moving statistics. Every rank must call it.
+
+        Raises:
+            CollectiveMismatchError: the ranks' decisions, state or weights differ.
+        """
+        if self._owner is not callback:
+            return
+        try:
+            self._compare_epoch()
+            compare_end(self._model.trainable_variables, self._group)
+            if not is_supervised(self._model):
+                average_moving_statistics(self._model, process_set=self._group)
+        finally:
+            self._owner = None
+            self._history = None
+            self._release()
+
+    # ---- before the first batch ---------------------------------------------------------------------------------
+
+    def _begin(self, params: dict[str, Any]) -> None:
+        """Compare the ranks, and give them the chief's weights.
+
+        Raises:
+            ValueError: a BatchNormalization is not synchronized.
+            CollectiveMismatchError: the number of steps differs between ranks; or with ``process_set`` the weights.
+        """
+        self._release()
+        model = self._model
+        self._optimizers = optimizers_of(model)
+        self._group = ranks_of(self._optimizers[0])
+        self._ended = None
+        self._saved = set()
+
+        slots = [v for optimizer in self._optimizers for v in slots_of(optimizer)]
+        equal = with_values([*model.trainable_variables, *slots])
+
+        def start() -> tuple[Any, bytes]:
+            check_batch_normalization(model)
+            return (params.get("steps"), params.get("epochs")), digest_of(equal)
+
+        exchange = cluster.exchange(self._group)
+        ranks = gather(exchange, "the beginning of fit", start)
+        steps = [each for each, _ in ranks]
+        compare(steps, "fit: (steps per epoch, epochs)", "use hk.fit", ranks=exchange.ranks)
+        others = with_values(model.non_trainable_variables)
+        synchronize_start([weights for _, weights in ranks], [*equal, *others], self._group)
+        mark_checked(self._optimizers, True)
+        make_saving_atomic(model)  # ranks that save to one path do not damage the file
+        self._replaced = exchange_attributes(model, {name: self._noting(name) for name in ("save", "save_weights")})
+        self._replace_step()
+
+    def _release(self) -> None:
+        """Undo what the previous ``fit`` has changed, which may have raised."""
+        mark_checked(self._optimizers, False)
+        self._optimizers = []
+        exchange_attributes(self._model, self._replaced)
+        self._replaced = {}
+
+    def _noting(self, name: str) -> Callable[..., Any]:
+        """Return a method that saves the model, and notes the path."""
+        method = getattr(self._model, name)
+
+        def save(filepath: Any, *args: Any, **kwargs: Any) -> Any:
+            path = str(filepath)
+            self._saved.add(path if "://" in path else str(Path(path).resolve()))
+            return method(filepath, *args, **kwargs)
+
+        return save
+
+    def _replace_step(self) -> None:
+        """Read the rows of the first epoch, and have the watchdog learn of exceptions that the program may catch."""
+        model = self._model
+        step = model.train_step
+
+        def reading_rows(data: Any) -> Any:
+            reads = self._rows.read_value()[0] > 0
+            digest = tf.cond(reads, lambda: digest_in_any_order(data), lambda: tf.zeros([], tf.int64))
+            self._rows.assign_add(tf.stack([tf.zeros([], tf.int64), digest]))
+            return step(data)
+
+        self._rows.assign([1, 0])
+        self._replaced |= exchange_attributes(model, {"train_step": reading_rows})
+        if model.train_function is self._train_function is not None:  # traced in an earlier fit
+            return
+        object.__setattr__(model, "train_function", None)  # bypass Keras's tracking
+        model.make_train_function()
+        self._train_function = _ReportingStep(model.train_function)
+        object.__setattr__(model, "train_function", self._train_function)
+
+    # ---- after an epoch -----------------------------------------------------------------------------------------
+
+    def _compare_epoch(self) -> None:
+        """Raise if the decisions of ranks differ; warn if their logs differ or their rows are equal.
+
+        The same exchange compares an epoch before the next one and at the end, so that a rank that stops alone meets
+        the others.
+
+        Raises:
+            CollectiveMismatchError: only some ranks stop, or learning rates or the model's state differ.
+        """
+        if self._ended is None:
+            return
+        epoch, logs = self._ended
+        self._ended = None
+        known = {name: float(value) for name, value in logs.items() if np.ndim(value) == 0}
+        rows = int(self._rows[1])
+        exchange = cluster.exchange(self._group)
+        model = self._model
+        ranks = gather(
+            exchange,
+            "the end of an epoch",
+            lambda: _EpochEnd(
+                bool(model.stop_training),
+                _rate(model.optimizer),
+                known,
+                rows,
+                digests_of(state_of(model)),
+                sorted(self._saved),
+            ),
+        )
+        remedy = "use hk.fit, or put hk.callbacks.MetricAverage() before callbacks that decide"
+        when = f"after epoch {epoch + 1}"
+        compare([each.stops for each in ranks], f"callbacks: stop_training {when}", remedy, ranks=exchange.ranks)
+        compare([each.rate for each in ranks], f"callbacks: learning rate {when}", remedy, ranks=exchange.ranks)
+        compare_state([each.state for each in ranks], exchange.ranks, remedy="use hk.fit, and ")
+        warn_of_full_buckets(model.trainable_variables)
+        names = [name for name in known if any(each.logs.get(name) != known[name] for each in ranks)]
+        if names:
+            values = ", ".join(f"{each.logs.get(names[0])}" for each in ranks)
+            got = f"{names[0]} differs between ranks ({values} in rank order), also for callbacks and History"
+            self._warn("logs", f"fit: {got}; {remedy}")
+        if rows:
+            self._warn_of_equal_data([each.rows for each in ranks])
+        self._warn_of_paths([each.saved for each in ranks], exchange.ranks)
+        self._rows.assign([0, 0])
+
+    def _warn_of_equal_data(self, digests: list[int]) -> None:
+        number = cluster.group(cluster.DATA).size  # ranks along other mesh axes share a batch
+        if number > 1 and len(set(digests)) == 1:
+            self._warn(
+                "data",
+                f"fit: each of {number} ranks trains on the same data: an epoch is {number} passes over the data; "
+                "use hk.fit(model, ...), which divides each batch, or give each rank its own rows",
+            )
+
+    def _warn_of_paths(self, saved: list[list[str]], ranks: Sequence[int]) -> None:
+        for path in sorted(set(itertools.chain(*saved))):
+            writers = [rank for rank, paths in zip(ranks, saved, strict=True) if path in paths]
+            if len(writers) > 1:
+                got = f"ranks {writers[0]} and {writers[1]}" + f" and {len(writers) - 2} more" * (len(writers) > 2)
+                remedy = "use hk.fit, which has the chief write, or pass hk.callbacks.on_chief(callback)"
+                self._warn("paths", f"fit: {got} save the model to the same path, {path!r}; {remedy}")
+        self._saved = set()
+
+    def _warn(self, topic: str, message: str) -> None:
+        """Log a warning on the chief, once per topic."""
+        if topic not in self._warned and cluster.is_chief():
+            get_logger().warning("%s", message)
+        self._warned.add(topic)
+
+
+# Stored on the model, which the checks reference.
+_CHECKS: Attached[PlainFitChecks] = Attached("_hvdkit_checks")
+
+
+def _rate(optimizer: Any) -> float | None:
+    rate = getattr(optimizer, "learning_rate", None)
+    return None if rate is None else float(np.asarray(rate))
+
+
+class _ReportingStep:
+    """A model's ``train_function`` that reports exceptions to the watchdog."""
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        self._step = step
+
+    def __call__(self, iterator: Any) -> Any:
+        try:
+            return self._step(iterator)
+        except (StopIteration, tf.errors.OutOfRangeError):  # the end of the data
+            raise
+        except Exception as error:
+            explained = reporter().explained(error)
+            if explained is error:
+                raise
+            raise explained from (error if isinstance(explained, ClusterError) else error.__cause__)
