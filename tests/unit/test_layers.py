@@ -224,7 +224,6 @@ def test_private_names_exist():
 
 # Where frames of the stack are read, and why. Nothing that trains looks there for a model or an optimizer.
 READS_FRAMES = {
-    "cluster/lone_training.py": "whether a program trains without any of hvdkit's optimizers",
     "cluster/progress.py": "the line of the user's program that a rank has reached",
     "collectives/graphs.py": "the line of the user's program that calls a collective, for messages",
     "watchdog/reporter.py": "the stacks of a rank that hangs",
