@@ -2,7 +2,7 @@
 
 Keras calls nothing of hvdkit in a program with a plain optimizer, and hvdkit changes nothing in Keras. Therefore, until
 a collective combines tensors, a thread looks for optimizers among the objects of this process: after a second, then at
-intervals that double up to ten minutes. The end of the program is another look.
+intervals that double up to 15 s. The end of the program is another look.
 
 While the program runs, only ``fit`` is reported, after its first epoch: some programs combine their weights less often
 than after each step. At the end, every optimizer is that has trained. Its number of iterations has then grown since the
@@ -30,7 +30,7 @@ from hvdkit.cluster.live_objects import live_instances
 from hvdkit.cluster.logs import get_logger
 
 _FIRST_SECONDS = 1.0
-_LONGEST_SECONDS = 600.0
+_LONGEST_SECONDS = 15.0
 
 
 class _Use(NamedTuple):
