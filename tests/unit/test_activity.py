@@ -58,6 +58,9 @@ class WatchedAlone(Sentinel):
     def handle_disconnect(self, *, is_cut_off):
         pass
 
+    def write_line(self, text):
+        pass
+
 
 @pytest.fixture
 def start():
