@@ -7,9 +7,7 @@ end. Callbacks behind it in the list decide after it, so it compares an epoch at
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
@@ -23,13 +21,13 @@ from hvdkit.collectives.conversion import untracked_variable
 from hvdkit.collectives.digests import digest_in_any_order
 from hvdkit.collectives.weak_registry import Attached, WeakRegistry
 from hvdkit.errors import ClusterError
-from hvdkit.keras.atomic_saving import make_saving_atomic
 from hvdkit.keras.attribute_swap import exchange_attributes
 from hvdkit.keras.chief import is_on_chief
 from hvdkit.keras.fit_session import is_running
 from hvdkit.keras.model_optimizers import optimizers_of
 from hvdkit.keras.rank_state import compare_state, digests_of, state_of
 from hvdkit.layers.batch_norm import average_moving_statistics, check_batch_normalization
+from hvdkit.optimizer.callback_paths import check_paths, written_paths
 from hvdkit.optimizer.equal_ranks import (
     compare_end,
     digest_of,
@@ -82,7 +80,6 @@ class _EpochEnd(NamedTuple):
     logs: dict[str, float]  # numbers passed to callbacks and History
     rows: int  # digest of the rows of the first epoch, in any order; 0 if unknown
     state: list[tuple[str, bytes]]  # digests of what layers and steps update without a gradient
-    saved: list[str]  # paths that callbacks have saved the model to
 
 
 class PlainFitChecks:
@@ -99,7 +96,6 @@ class PlainFitChecks:
         self._group: cluster.Group | None = None
         self._optimizers: list[Any] = []
         self._ended: tuple[int, dict[str, Any]] | None = None  # an epoch that is not compared yet, and its logs
-        self._saved: set[str] = set()
         self._warned: set[str] = set()
         # Whether the rows of this epoch are read, and their digest. One variable, as each costs two calls in a step.
         self._rows = untracked_variable(np.zeros(2, np.int64), tf.int64, "hvdkit_rows")
@@ -164,31 +160,31 @@ class PlainFitChecks:
 
         Raises:
             ValueError: a BatchNormalization is not synchronized.
-            CollectiveMismatchError: the number of steps differs between ranks; or with ``process_set`` the weights.
+            CollectiveMismatchError: the number of steps differs between ranks, several ranks write to one path, or with
+                ``process_set`` the weights differ.
         """
         self._release()
         model = self._model
         self._optimizers = optimizers_of(model)
         self._group = ranks_of(self._optimizers[0])
         self._ended = None
-        self._saved = set()
 
         slots = [v for optimizer in self._optimizers for v in slots_of(optimizer)]
         equal = with_values([*model.trainable_variables, *slots])
 
-        def start() -> tuple[Any, bytes]:
+        def start() -> tuple[Any, bytes, dict[str, str]]:
             check_batch_normalization(model)
-            return (params.get("steps"), params.get("epochs")), digest_of(equal)
+            steps = params.get("steps"), params.get("epochs")
+            return steps, digest_of(equal), written_paths(lambda other: other is model)
 
         exchange = cluster.exchange(self._group)
         ranks = gather(exchange, "the beginning of fit", start)
-        steps = [each for each, _ in ranks]
+        steps = [each for each, _, _ in ranks]
         compare(steps, "fit: (steps per epoch, epochs)", "use hk.fit", ranks=exchange.ranks)
+        check_paths([paths for _, _, paths in ranks], exchange.ranks)
         others = with_values(model.non_trainable_variables)
-        synchronize_start([weights for _, weights in ranks], [*equal, *others], self._group)
+        synchronize_start([weights for _, weights, _ in ranks], [*equal, *others], self._group)
         mark_checked(self._optimizers, True)
-        make_saving_atomic(model)  # ranks that save to one path do not damage the file
-        self._replaced = exchange_attributes(model, {name: self._noting(name) for name in ("save", "save_weights")})
         self._replace_step()
 
     def _release(self) -> None:
@@ -197,17 +193,6 @@ class PlainFitChecks:
         self._optimizers = []
         exchange_attributes(self._model, self._replaced)
         self._replaced = {}
-
-    def _noting(self, name: str) -> Callable[..., Any]:
-        """Return a method that saves the model, and notes the path."""
-        method = getattr(self._model, name)
-
-        def save(filepath: Any, *args: Any, **kwargs: Any) -> Any:
-            path = str(filepath)
-            self._saved.add(path if "://" in path else str(Path(path).resolve()))
-            return method(filepath, *args, **kwargs)
-
-        return save
 
     def _replace_step(self) -> None:
         """Read the rows of the first epoch, and have the watchdog learn of exceptions that the program may catch."""
@@ -221,7 +206,7 @@ class PlainFitChecks:
             return step(data)
 
         self._rows.assign([1, 0])
-        self._replaced |= exchange_attributes(model, {"train_step": reading_rows})
+        self._replaced = exchange_attributes(model, {"train_step": reading_rows})
         if model.train_function is self._train_function is not None:  # traced in an earlier fit
             return
         object.__setattr__(model, "train_function", None)  # bypass Keras's tracking
@@ -257,7 +242,6 @@ class PlainFitChecks:
                 known,
                 rows,
                 digests_of(state_of(model)),
-                sorted(self._saved),
             ),
         )
         remedy = "use hk.fit, or put hk.callbacks.MetricAverage() before callbacks that decide"
@@ -273,7 +257,6 @@ class PlainFitChecks:
             self._warn("logs", f"fit: {got}; {remedy}")
         if rows:
             self._warn_of_equal_data([each.rows for each in ranks])
-        self._warn_of_paths([each.saved for each in ranks], exchange.ranks)
         self._rows.assign([0, 0])
 
     def _warn_of_equal_data(self, digests: list[int]) -> None:
@@ -284,15 +267,6 @@ class PlainFitChecks:
                 f"fit: each of {number} ranks trains on the same data: an epoch is {number} passes over the data; "
                 "use hk.fit(model, ...), which divides each batch, or give each rank its own rows",
             )
-
-    def _warn_of_paths(self, saved: list[list[str]], ranks: Sequence[int]) -> None:
-        for path in sorted(set(itertools.chain(*saved))):
-            writers = [rank for rank, paths in zip(ranks, saved, strict=True) if path in paths]
-            if len(writers) > 1:
-                got = f"ranks {writers[0]} and {writers[1]}" + f" and {len(writers) - 2} more" * (len(writers) > 2)
-                remedy = "use hk.fit, which has the chief write, or pass hk.callbacks.on_chief(callback)"
-                self._warn("paths", f"fit: {got} save the model to the same path, {path!r}; {remedy}")
-        self._saved = set()
 
     def _warn(self, topic: str, message: str) -> None:
         """Log a warning on the chief, once per topic."""

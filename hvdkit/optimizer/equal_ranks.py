@@ -18,6 +18,7 @@ from hvdkit import cluster
 from hvdkit.cluster.agreement import agree, compare, gather
 from hvdkit.cluster.logs import get_logger, warn_once
 from hvdkit.collectives.digests import digest, tf_variable
+from hvdkit.optimizer.callback_paths import check_paths, written_paths
 from hvdkit.sharding.shards import AnyVariable, differs_by_rank
 from hvdkit.sharding.variables import broadcast_variables
 
@@ -40,7 +41,8 @@ def compare_start(optimizer: Any, variables: Sequence[Any], *, is_fit: bool) -> 
         is_fit: whether Keras's own step has called it.
 
     Raises:
-        CollectiveMismatchError: they differ, in eager mode or with ``process_set``.
+        CollectiveMismatchError: they differ, in eager mode or with ``process_set``; or callbacks of several ranks write
+            to one path.
     """
     group = optimizer._hvdkit.group
     is_late = not tf.inside_function()
@@ -53,8 +55,13 @@ def compare_start(optimizer: Any, variables: Sequence[Any], *, is_fit: bool) -> 
     with tf.init_scope():
         known = with_values([*variables, *slots_of(optimizer)])
         exchange = cluster.exchange(group)
-        digests = gather(exchange, "weights before the first step", lambda: digest_of(known))
-        synchronize_start(digests, known, group, is_late=is_late)
+
+        def start() -> tuple[bytes, dict[str, str]]:
+            return digest_of(known), written_paths(lambda model: model.optimizer is optimizer) if is_fit else {}
+
+        ranks = gather(exchange, "weights before the first step", start)
+        check_paths([paths for _, paths in ranks], exchange.ranks)
+        synchronize_start([weights for weights, _ in ranks], known, group, is_late=is_late)
 
 
 def synchronize_start(

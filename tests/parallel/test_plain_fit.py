@@ -5,6 +5,8 @@ The optimizer compares weights by itself; all else needs one of hvdkit's callbac
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import keras
 import numpy as np
 import pytest
@@ -250,22 +252,34 @@ def test_statistics_that_are_not_synchronized_are_refused(rank, size):
     model.fit(*own(rank), verbose=0, callbacks=[hk.callbacks.StepLog(8), hk.callbacks.BroadcastInitial()])
 
 
-def test_one_path_to_which_every_rank_saves_is_warned_about(rank, size, shared_path, capfd):
-    """The files are whole: each rank replaces the file at once."""
-    for options in ({}, {"save_weights_only": True}):
-        model = model_of(hk.DistributedOptimizer(opts.SGD(0.01)), seed=1)
-
-        def warned(path, on_chief=False, model=model, options=options):
-            writer = keras.callbacks.ModelCheckpoint(path / "m.weights.h5" if options else path / "m.keras", **options)
-            writer = hk.callbacks.on_chief(writer) if on_chief else writer
-            callbacks = [hk.callbacks.BroadcastInitial(), writer]
-            model.fit(*own(rank), batch_size=4, epochs=2, verbose=0, callbacks=callbacks)
-            return capfd.readouterr().err.count("save the model to the same path")
-
-        (shared_path / f"{rank}").mkdir(exist_ok=True)
-        assert warned(shared_path / f"{rank}") == 0
-        assert warned(shared_path, on_chief=True) == 0
-        assert warned(shared_path) == (rank == 0 and size > 1)
-        hk.barrier()
-        if not options:
-            assert keras.models.load_model(shared_path / "m.keras").count_params() == model.count_params()
+@pytest.mark.ranks(1, 2)
+def test_one_path_written_by_every_rank_is_an_error_before_anything_is_saved(rank, size, shared_path, tmp_path):
+    kinds = keras.callbacks
+    writers = {
+        "ModelCheckpoint": lambda path: kinds.ModelCheckpoint(path / "m.keras", save_freq=1),
+        "CSVLogger": lambda path: kinds.CSVLogger(path / "log.csv"),
+        "TensorBoard": lambda path: kinds.TensorBoard(path / "board"),
+        "BackupAndRestore": lambda path: kinds.BackupAndRestore(path / "backup", save_freq=1),
+    }
+    model = model_of(hk.DistributedOptimizer(opts.SGD(0.01)), seed=1)
+    used = []  # callbacks of earlier fits that still exist
+    for number, (name, make) in enumerate(writers.items()):
+        if number % 2 == 0:  # the first fit of a model, and later ones
+            model = model_of(hk.DistributedOptimizer(opts.SGD(0.01)), seed=1)
+        words = rf"^callbacks: got {name} that writes '.*' on ranks 0 and 1.*, expected one rank .*on_chief"
+        for path in (shared_path, tmp_path / f"{rank}"):
+            used.append([hk.callbacks.BroadcastInitial(), make(path)])
+            with raises_on_several(hk.CollectiveMismatchError, words) if path == shared_path else nullcontext():
+                model.fit(*own(rank), batch_size=4, verbose=0, callbacks=used[-1])
+        other = model_of(hk.DistributedOptimizer(opts.SGD(0.01)), seed=1)  # without a callback of hvdkit
+        with raises_on_several(hk.CollectiveMismatchError, words):
+            other.fit(*own(rank), batch_size=4, verbose=0, callbacks=[make(shared_path)])
+    hk.barrier()
+    if size > 1:
+        # TensorBoard writes the header of its file when it gets the model.
+        saved = [path for path in shared_path.rglob("*") if path.is_file() and "tfevents" not in path.name]
+        assert [path for path in saved if path.stat().st_size] == []
+    on_chief = hk.callbacks.on_chief(writers["CSVLogger"](shared_path))
+    model.fit(*own(rank), batch_size=4, verbose=0, callbacks=[hk.callbacks.BroadcastInitial(), on_chief])
+    hk.barrier()
+    assert len((shared_path / "log.csv").read_text().splitlines()) == 2

@@ -1,0 +1,60 @@
+"""Refuse callbacks of plain ``fit`` that write to one path on several ranks, which damages the files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from hvdkit.cluster.live_objects import live_instances
+from hvdkit.errors import CollectiveMismatchError, describe
+
+# Callbacks that write files, and their path attributes.
+_PATHS: Mapping[type, str] = {
+    keras.callbacks.ModelCheckpoint: "filepath",
+    keras.callbacks.CSVLogger: "filename",
+    keras.callbacks.TensorBoard: "log_dir",
+    keras.callbacks.BackupAndRestore: "backup_dir",
+    # Since Keras 3.14.
+    **{kind: "directory" for kind in [getattr(keras.callbacks, "OrbaxCheckpoint", None)] if kind is not None},
+}
+
+
+def written_paths(is_trained: Callable[[Any], bool]) -> dict[str, str]:
+    """Return the class names of callbacks in a running ``fit`` that write files, by absolute path.
+
+    Keras shows the callbacks of a ``fit`` neither to an optimizer nor to each other, so they are searched among the
+    existing ones. Those of a running ``fit`` share one dict of parameters with the History of their model.
+
+    Args:
+        is_trained: tells whether ``fit`` trains a model.
+    """
+    paths: dict[str, str] = {}
+    for callback in live_instances(keras.callbacks.Callback):
+        attribute = next((name for kind, name in _PATHS.items() if isinstance(callback, kind)), None)
+        model = getattr(callback, "model", None)
+        if attribute is None or model is None or not is_trained(model):
+            continue
+        history = getattr(model, "history", None)
+        if history is not None and history.params is callback.params:
+            path = str(getattr(callback, attribute))
+            paths[path if "://" in path else str(Path(path).resolve())] = type(callback).__name__
+    return paths
+
+
+def check_paths(paths_of_ranks: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> None:
+    """Raise CollectiveMismatchError if callbacks of several ranks write to the same path.
+
+    Args:
+        paths_of_ranks: the result of :func:`written_paths` on each rank.
+        ranks: the numbers of these ranks.
+    """
+    for path, name in (pair for paths in paths_of_ranks for pair in paths.items()):
+        writers = [rank for rank, paths in zip(ranks, paths_of_ranks, strict=True) if path in paths]
+        if len(writers) > 1:
+            got = f"{name} that writes {path!r} on ranks {writers[0]} and {writers[1]}"
+            got += f" and {len(writers) - 2} more" * (len(writers) > 2)
+            remedy = "use hk.fit, which has the chief write, or pass hk.callbacks.on_chief(callback)"
+            raise CollectiveMismatchError(describe("callbacks", got, "one rank that writes to a path", remedy))
