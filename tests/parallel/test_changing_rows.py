@@ -310,7 +310,8 @@ def test_a_table_with_as_many_rows_as_ids_is_reported_once(capfd):
         x, y = ids, np.ones((1024, 1), "float32")
         capfd.readouterr()
         if distributed:
-            model.fit(x[hk.rank() :: hk.size()], y[hk.rank() :: hk.size()], epochs=2, batch_size=256, verbose=0)
+            options = {"epochs": 2, "batch_size": 256, "verbose": 0, "callbacks": [hk.callbacks.BroadcastInitial()]}
+            model.fit(x[hk.rank() :: hk.size()], y[hk.rank() :: hk.size()], **options)
         else:
             hk.fit(model, x, y, epochs=2, batch_size=256, verbose=0)
         reports = capfd.readouterr().err.count("ids evict each other although rows are free")
