@@ -22,6 +22,7 @@ from hvdkit.checkpoint.writing import Save, SaveReport, Snapshot
 from hvdkit.cluster.agreement import gather
 from hvdkit.collectives import tensors
 from hvdkit.collectives.call_checks import attempt
+from hvdkit.errors import CheckpointError
 
 
 class _Transfer(NamedTuple):
@@ -72,7 +73,7 @@ class ThroughChief:
         def describe_part() -> tuple[list[str], dict[str, str], dict[str, Any]]:
             return [tensor.name for tensor in snapshot.shard_tensors()], snapshot.metadata(), snapshot.indices()
 
-        return gather(cluster.exchange(), "a save through the chief", describe_part)
+        return gather(cluster.exchange(), "a save through the chief", describe_part, error=CheckpointError)
 
 
 def _remote(tensor: StateTensor, rank: int, indices: Mapping[str, Any]) -> StateTensor:

@@ -143,7 +143,7 @@ def _broadcast_equal(opened: Opened) -> None:
         broadcast_compared(variables)
         for tensor, variable in zip(equal, variables, strict=True):
             if tensor.variable is None:
-                tensor.assign(variable.numpy())
+                tensor.assign(np.asarray(variable.numpy()))  # a number stays an array
 
 
 def _array_variable(tensor: StateTensor, state: State) -> tf.Variable:

@@ -90,7 +90,7 @@ def digest_in_any_order(data: Any) -> tf.Tensor:
         elif isinstance(x, tf.SparseTensor):
             x = x.values
         if tf.is_tensor(x) and x.shape.rank and _is_value(x.dtype):
-            total += (2 * number + 1) * _hash_of_rows(_bits(x))
+            total += (2 * number + 1) * _hash_of_rows(x)
     return total
 
 
@@ -107,10 +107,10 @@ def _bits(x: tf.Tensor) -> tf.Tensor:
     return tf.cast(x, tf.int64)
 
 
-def _hash_of_rows(bits: tf.Tensor) -> tf.Tensor:
-    """Return the sum over rows of a hash of each, of int64 ``[rows, ...]``; products overflow, as they should."""
-    columns = tf.reduce_prod(tf.shape(bits)[1:])
-    rows = tf.reshape(bits, [tf.shape(bits)[0], columns])[:, :: tf.maximum(columns // 1024, 1)]
+def _hash_of_rows(x: tf.Tensor) -> tf.Tensor:
+    """Return the sum over rows of a hash of each, of ``[rows, ...]``; products overflow, as they should."""
+    columns = tf.reduce_prod(tf.shape(x)[1:])
+    rows = _bits(tf.reshape(x, [tf.shape(x)[0], columns])[:, :: tf.maximum(columns // 1024, 1)])
     factors = tf.range(1, tf.shape(rows)[1] + 1, dtype=tf.int64) * _ODD
     hashes = (tf.reduce_sum(rows * factors, axis=1) + 1) * _ODD
     upper = tf.bitwise.right_shift(hashes, tf.constant(32, tf.int64))

@@ -162,6 +162,8 @@ class FitSession:
             with self._nested():
                 yield
             return
+        if (release := end_of_plain_fit.get(self.model)) is not None:
+            release()
         compare_optimizers(self.model)
         if not self._is_compared and cluster.size() > 1:
             compare_constants(self.model)
@@ -360,6 +362,8 @@ class VariableBroadcaster:
 
 # Stored on the model, which the session's compiled steps reference.
 _SESSIONS: Attached[FitSession] = Attached("_hvdkit_session")
+# Undoes what the last plain fit of a model has changed, which may have raised.
+end_of_plain_fit: Attached[Callable[[], None]] = Attached("_hvdkit_end_of_plain_fit")
 
 
 def is_running(model: Any) -> bool:

@@ -89,7 +89,6 @@ class MetricAverage(CheckedCallback):
 
     def on_train_end(self, logs: dict[str, float] | None = None) -> None:
         """Record the end of ``fit``."""
-        super().on_train_end(logs)
         self._fitting = False
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, float] | None = None) -> None:
@@ -119,7 +118,6 @@ class MetricAverage(CheckedCallback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Write the combined metrics to ``logs``, for later callbacks and History."""
-        super().on_epoch_end(epoch, logs)
         if not self._compared:
             self._compared = True
             check_first_update(self.model, self.model.optimizer, int(np.asarray(self.model.optimizer.iterations)))

@@ -1,8 +1,8 @@
 """Check that Keras's own ``fit`` runs consistently on all ranks: equal weights and decisions, different data.
 
-The first of hvdkit's callbacks in a ``fit`` compares the ranks, before the first batch, after each epoch, and at the
-end. Callbacks behind it in the list decide after it, so it compares an epoch at the beginning of the next one.
-``hk.fit`` has its own comparisons and needs none of this.
+The first of hvdkit's callbacks in a ``fit`` compares the ranks before the first batch. After each epoch and at the end,
+they are compared in hooks of Keras's History, which Keras calls after those of all other callbacks. ``hk.fit`` has its
+own comparisons and needs none of this.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hvdkit.collectives.weak_registry import Attached, WeakRegistry
 from hvdkit.errors import ClusterError
 from hvdkit.keras.attribute_swap import exchange_attributes
 from hvdkit.keras.chief import is_on_chief
-from hvdkit.keras.fit_session import is_running
+from hvdkit.keras.fit_session import end_of_plain_fit, is_running
 from hvdkit.keras.model_optimizers import optimizers_of
 from hvdkit.keras.rank_state import compare_state, digests_of, state_of
 from hvdkit.layers.batch_norm import average_moving_statistics, check_batch_normalization
@@ -56,20 +56,16 @@ def is_supervised(model: keras.Model) -> bool:
 class CheckedCallback(keras.callbacks.Callback):
     """Base class of hvdkit's callbacks: in plain ``fit``, the first one in the list compares the ranks."""
 
+    def set_model(self, model: Any) -> None:
+        """Set the model; in the first callback of a ``fit``, begin its checks."""
+        super().set_model(model)
+        if not is_on_chief(self) and (checks := PlainFitChecks.of(model)) is not None:
+            checks.enter(self)
+
     def on_epoch_begin(self, epoch: int, logs: dict[str, float] | None = None) -> None:
-        """Compare the ranks before the first batch of ``fit``, or the end of the previous epoch."""
+        """Compare the ranks before the first batch of ``fit``."""
         if (checks := PlainFitChecks.of(self.model)) is not None:
             checks.begin_epoch(self)
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
-        """Keep the logs, which callbacks behind this one may still change."""
-        if (checks := PlainFitChecks.of(self.model)) is not None:
-            checks.end_epoch(self, epoch, logs)
-
-    def on_train_end(self, logs: dict[str, float] | None = None) -> None:
-        """Compare the last epoch and the weights."""
-        if (checks := PlainFitChecks.of(self.model)) is not None:
-            checks.finish(self)
 
 
 class _EpochEnd(NamedTuple):
@@ -92,14 +88,16 @@ class PlainFitChecks:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._owner: Any = None  # the callback that compares; None between calls of fit
-        self._history: Any = None  # of the current fit
+        self._history: Any = None  # of the current or last fit
         self._group: cluster.Group | None = None
         self._optimizers: list[Any] = []
-        self._ended: tuple[int, dict[str, Any]] | None = None  # an epoch that is not compared yet, and its logs
+        self._has_begun = False  # whether the beginning of this fit has been compared
         self._warned: set[str] = set()
         # Whether the rows of this epoch are read, and their digest. One variable, as each costs two calls in a step.
         self._rows = untracked_variable(np.zeros(2, np.int64), tf.int64, "hvdkit_rows")
-        self._replaced: dict[str, Any] = {}  # attributes of the model that are replaced during fit
+        # Attributes that are replaced during fit.
+        self._of_model: dict[str, Any] = {}
+        self._of_history: dict[str, Any] = {}
         self._train_function: Any = None  # which reads rows
 
     @classmethod
@@ -113,45 +111,50 @@ class PlainFitChecks:
             _CHECKS.set(model, checks)
         return checks
 
-    def begin_epoch(self, callback: keras.callbacks.Callback) -> None:
-        """Compare the previous epoch; in the first epoch, the beginning of ``fit``. Every rank must call it.
-
-        Raises:
-            CollectiveMismatchError: as for :meth:`_begin` and :meth:`_compare_epoch`.
-        """
+    def enter(self, callback: keras.callbacks.Callback) -> None:
+        """Have ``callback`` compare the ranks, if it is the first in a new ``fit``. Not collective."""
         history = getattr(self._model, "history", None)
-        # For every fit, Keras assigns a new History to the model. A fit that raised has left its owner.
-        if self._owner is None or self._history is not history:
-            if not is_on_chief(callback):
-                self._owner = None
-                self._begin(callback.params or {})
-                self._owner = callback
-                self._history = history
-        elif self._owner is callback:
-            self._compare_epoch()
+        # For every fit, Keras assigns a new History to the model before it calls set_model of the callbacks.
+        if history is None or history is self._history:
+            return
+        self.release()  # the previous fit may have raised
+        self._owner = callback
+        self._history = history
+        self._optimizers = optimizers_of(self._model)
+        mark_checked(self._optimizers, True)
+        hooks = {"on_epoch_end": self._after(history.on_epoch_end, self._compare_epoch)}
+        hooks["on_train_end"] = self._after(history.on_train_end, self._finish)
+        self._of_history = exchange_attributes(history, hooks)
+        end_of_plain_fit.set(self._model, self.release)
 
-    def end_epoch(self, callback: keras.callbacks.Callback, epoch: int, logs: dict[str, Any] | None) -> None:
-        """Keep what will be compared when all callbacks have seen the end of the epoch."""
-        if self._owner is callback:
-            self._ended = epoch, logs or {}
-
-    def finish(self, callback: keras.callbacks.Callback) -> None:
-        """Compare the last epoch and the weights, and average moving statistics. Every rank must call it.
+    def begin_epoch(self, callback: keras.callbacks.Callback) -> None:
+        """Before the first epoch, compare the beginning of ``fit``. Every rank must call it.
 
         Raises:
-            CollectiveMismatchError: the ranks' decisions, state or weights differ.
+            CollectiveMismatchError: as for :meth:`_begin`.
         """
-        if self._owner is not callback:
-            return
-        try:
-            self._compare_epoch()
-            compare_end(self._model.trainable_variables, self._group)
-            if not is_supervised(self._model):
-                average_moving_statistics(self._model, process_set=self._group)
-        finally:
-            self._owner = None
-            self._history = None
-            self._release()
+        if self._owner is callback and not self._has_begun:
+            self._has_begun = True
+            self._begin(callback.params or {})
+
+    def release(self) -> None:
+        """Undo what the current or last ``fit`` has changed."""
+        mark_checked(self._optimizers, False)
+        exchange_attributes(self._model, self._of_model)
+        exchange_attributes(self._history, self._of_history)
+        self._owner = None
+        self._has_begun = False
+        self._optimizers = []
+        self._of_model = {}
+        self._of_history = {}
+
+    @staticmethod
+    def _after(hook: Callable[..., None], then: Callable[..., None]) -> Callable[..., None]:
+        def both(*args: Any, **kwargs: Any) -> None:
+            hook(*args, **kwargs)
+            then(*args, **kwargs)
+
+        return both
 
     # ---- before the first batch ---------------------------------------------------------------------------------
 
@@ -163,12 +166,8 @@ class PlainFitChecks:
             CollectiveMismatchError: the number of steps differs between ranks, several ranks write to one path, or with
                 ``process_set`` the weights differ.
         """
-        self._release()
         model = self._model
-        self._optimizers = optimizers_of(model)
         self._group = ranks_of(self._optimizers[0])
-        self._ended = None
-
         slots = [v for optimizer in self._optimizers for v in slots_of(optimizer)]
         equal = with_values([*model.trainable_variables, *slots])
 
@@ -184,15 +183,7 @@ class PlainFitChecks:
         check_paths([paths for _, _, paths in ranks], exchange.ranks)
         others = with_values(model.non_trainable_variables)
         synchronize_start([weights for _, weights, _ in ranks], [*equal, *others], self._group)
-        mark_checked(self._optimizers, True)
         self._replace_step()
-
-    def _release(self) -> None:
-        """Undo what the previous ``fit`` has changed, which may have raised."""
-        mark_checked(self._optimizers, False)
-        self._optimizers = []
-        exchange_attributes(self._model, self._replaced)
-        self._replaced = {}
 
     def _replace_step(self) -> None:
         """Read the rows of the first epoch, and have the watchdog learn of exceptions that the program may catch."""
@@ -206,7 +197,7 @@ class PlainFitChecks:
             return step(data)
 
         self._rows.assign([1, 0])
-        self._replaced = exchange_attributes(model, {"train_step": reading_rows})
+        self._of_model = exchange_attributes(model, {"train_step": reading_rows})
         if model.train_function is self._train_function is not None:  # traced in an earlier fit
             return
         object.__setattr__(model, "train_function", None)  # bypass Keras's tracking
@@ -216,20 +207,13 @@ class PlainFitChecks:
 
     # ---- after an epoch -----------------------------------------------------------------------------------------
 
-    def _compare_epoch(self) -> None:
+    def _compare_epoch(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Raise if the decisions of ranks differ; warn if their logs differ or their rows are equal.
-
-        The same exchange compares an epoch before the next one and at the end, so that a rank that stops alone meets
-        the others.
 
         Raises:
             CollectiveMismatchError: only some ranks stop, or learning rates or the model's state differ.
         """
-        if self._ended is None:
-            return
-        epoch, logs = self._ended
-        self._ended = None
-        known = {name: float(value) for name, value in logs.items() if np.ndim(value) == 0}
+        known = {name: float(value) for name, value in (logs or {}).items() if _is_real(value)}
         rows = int(self._rows[1])
         exchange = cluster.exchange(self._group)
         model = self._model
@@ -250,17 +234,32 @@ class PlainFitChecks:
         compare([each.rate for each in ranks], f"callbacks: learning rate {when}", remedy, ranks=exchange.ranks)
         compare_state([each.state for each in ranks], exchange.ranks, remedy="use hk.fit, and ")
         warn_of_full_buckets(model.trainable_variables)
-        names = [name for name in known if any(each.logs.get(name) != known[name] for each in ranks)]
+        common = [name for name in known if all(name in each.logs for each in ranks)]
+        names = [name for name in common if any(not _is_same(each.logs[name], known[name]) for each in ranks)]
         if names:
-            values = ", ".join(f"{each.logs.get(names[0])}" for each in ranks)
+            values = ", ".join(f"{each.logs[names[0]]}" for each in ranks)
             got = f"{names[0]} differs between ranks ({values} in rank order), also for callbacks and History"
             self._warn("logs", f"fit: {got}; {remedy}")
         if rows:
             self._warn_of_equal_data([each.rows for each in ranks])
         self._rows.assign([0, 0])
 
+    def _finish(self, logs: dict[str, Any] | None = None) -> None:
+        """Compare the weights, and average moving statistics. Every rank must call it.
+
+        Raises:
+            CollectiveMismatchError: the weights differ.
+        """
+        try:
+            if self._has_begun:
+                compare_end(self._model.trainable_variables, self._group)
+                if not is_supervised(self._model):
+                    average_moving_statistics(self._model, process_set=self._group)
+        finally:
+            self.release()
+
     def _warn_of_equal_data(self, digests: list[int]) -> None:
-        number = cluster.group(cluster.DATA).size  # ranks along other mesh axes share a batch
+        number = min(cluster.group(cluster.DATA).size, len(digests))  # ranks along other mesh axes share a batch
         if number > 1 and len(set(digests)) == 1:
             self._warn(
                 "data",
@@ -277,6 +276,14 @@ class PlainFitChecks:
 
 # Stored on the model, which the checks reference.
 _CHECKS: Attached[PlainFitChecks] = Attached("_hvdkit_checks")
+
+
+def _is_real(value: Any) -> bool:
+    return np.ndim(value) == 0 and np.issubdtype(np.asarray(value).dtype, np.number)
+
+
+def _is_same(value: float, other: float) -> bool:
+    return value == other or (value != value and other != other)
 
 
 def _rate(optimizer: Any) -> float | None:

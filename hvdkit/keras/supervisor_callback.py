@@ -153,7 +153,6 @@ class SupervisorCallback(CheckedCallback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Write the epoch's metrics, and continue ``fit`` after an epoch that an earlier run began."""
-        super().on_epoch_end(epoch, logs)
         if not self.model.stop_training:  # otherwise training stopped within the epoch
             self._epoch.begin(epoch + 1, self._session.global_step)
         self._session.summary(**{f"epoch_{name}": value for name, value in (logs or {}).items()})
@@ -172,7 +171,6 @@ class SupervisorCallback(CheckedCallback):
 
     def on_train_end(self, logs: dict[str, float] | None = None) -> None:
         """Save any unsaved state and end the session."""
-        super().on_train_end(logs)
         self._end_session()
 
     def _end_session(self) -> None:

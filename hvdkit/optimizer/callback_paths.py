@@ -25,7 +25,7 @@ _PATHS: Mapping[type, str] = {
 def written_paths(is_trained: Callable[[Any], bool]) -> dict[str, str]:
     """Return the class names of callbacks in a running ``fit`` that write files, by absolute path.
 
-    Keras shows the callbacks of a ``fit`` neither to an optimizer nor to each other, so they are searched among the
+    Neither an optimizer nor a callback can see the other callbacks of a ``fit``, so they are searched among the
     existing ones. Those of a running ``fit`` share one dict of parameters with the History of their model.
 
     Args:

@@ -57,15 +57,23 @@ def compare_start(optimizer: Any, variables: Sequence[Any], *, is_fit: bool) -> 
         exchange = cluster.exchange(group)
 
         def start() -> tuple[bytes, dict[str, str]]:
-            return digest_of(known), written_paths(lambda model: model.optimizer is optimizer) if is_fit else {}
+            return digest_of(known), written_paths(
+                lambda model: any(each is optimizer for each in vars(model).values())
+            )
 
         ranks = gather(exchange, "weights before the first step", start)
         check_paths([paths for _, paths in ranks], exchange.ranks)
-        synchronize_start([weights for weights, _ in ranks], known, group, is_late=is_late)
+        weights = [each for each, _ in ranks]
+        synchronize_start(weights, known, group, is_late=is_late, what="fit" if is_fit else "training step")
 
 
 def synchronize_start(
-    digests: Sequence[bytes], variables: Sequence[AnyVariable], group: cluster.Group | None, *, is_late: bool = False
+    digests: Sequence[bytes],
+    variables: Sequence[AnyVariable],
+    group: cluster.Group | None,
+    *,
+    is_late: bool = False,
+    what: str = "fit",
 ) -> None:
     """Compare the ranks' digests; if they differ, warn and broadcast the chief's variables.
 
@@ -74,6 +82,7 @@ def synchronize_start(
         variables: what to broadcast.
         group: the ranks; None for all.
         is_late: whether a step has already used the variables.
+        what: who trains, for the warning.
 
     Raises:
         CollectiveMismatchError: they differ, and it is late, or ``group`` is not None.
@@ -85,7 +94,8 @@ def synchronize_start(
         compare(digests, "model", REMEDY, ranks=cluster.exchange(group).ranks, show=lambda *_: differ)
     if cluster.is_chief():
         got = "weights, slots or a learning rate that differ between ranks before the first step"
-        get_logger().warning("fit: got %s: all ranks start with the chief's; %s", got, REMEDY)
+        remedy = REMEDY if what == "fit" else "call hk.broadcast_variables before the first step"
+        get_logger().warning("%s: got %s: all ranks start with the chief's; %s", what, got, remedy)
     broadcast_variables(variables)
 
 

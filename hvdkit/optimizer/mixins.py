@@ -42,15 +42,10 @@ class DistributedMixin:
     _hvdkit: Reduction
     _hvdkit_options: Mapping[str, Any] = {}
     _hvdkit_original: Original | None = None
-    _hvdkit_scales_loss = False  # whether scale_loss has been called, as Keras's own train_step does
+    _hvdkit_scales_loss = False  # whether Keras's own train_step has called this optimizer
     _hvdkit_has_begun = False  # whether the ranks were compared in the first step
     _hvdkit_is_checked = False  # whether hk.fit or a callback checks the current fit
     _hvdkit_starts_equal = False  # whether a Supervisor has made the ranks equal
-
-    def scale_loss(self, loss: tf.Tensor | float) -> tf.Tensor | float:
-        """Multiply ``loss`` by the scale, if there is one."""
-        self._hvdkit_scales_loss = True
-        return super().scale_loss(loss)  # type: ignore[misc]
 
     def _hvdkit_begin(self, variables: Sequence[Any]) -> None:
         """In the first step, check what does not need the model, unless hk.fit or a callback checks the fit."""
@@ -128,6 +123,11 @@ class CombiningMixin(DistributedMixin):
             object.__setattr__(self, "_hvdkit_wrapped", True)
         super().__setattr__(name, value)
 
+    def scale_loss(self, loss: tf.Tensor | float) -> tf.Tensor | float:
+        """Multiply ``loss`` by the scale, if there is one. Keras's own ``train_step`` calls this; loops rarely do."""
+        self._hvdkit_scales_loss = True
+        return super().scale_loss(loss)  # type: ignore[misc]
+
     def build(self, variables: Sequence[Any]) -> None:
         """Create the slots of ``variables``."""
         if self._hvdkit_wrapped:  # raise on every rank: one that overflows in the first step does not call apply
@@ -180,8 +180,10 @@ class CombiningMixin(DistributedMixin):
             self._hvdkit_tables.finalize(var_list)
             var_list = self._hvdkit_tables.without_tables(var_list)
         super().finalize_variable_values(var_list)  # type: ignore[misc]
+        if self._hvdkit_is_checked or self._hvdkit_is_for_table:
+            return
         is_fit = self._hvdkit_scales_loss or not self.use_ema  # type: ignore[attr-defined]  # a loop calls it for EMA
-        if is_fit and not self._hvdkit_is_checked and not self._hvdkit_is_for_table:
+        if is_fit and int(self.iterations.numpy()) > 0:  # type: ignore[attr-defined]  # fit may end without an epoch
             warn_of_no_callback()
             compare_end(trained, self._hvdkit.group)
 
@@ -406,8 +408,7 @@ class LossScaleMixin(DistributedMixin):
     def scale_loss(self, loss: tf.Tensor | float) -> tf.Tensor | float:
         """Multiply ``loss`` by the current scale; gradients are expected to be scaled from now on."""
         self._scaled = True
-        self.inner_optimizer._hvdkit_scales_loss = True  # type: ignore[attr-defined]
-        return super().scale_loss(loss)
+        return super().scale_loss(loss)  # type: ignore[misc]
 
     @graph_safe
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:

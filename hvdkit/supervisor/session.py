@@ -14,6 +14,7 @@ from hvdkit.checkpoint.rank_checks import agreed_state, run_on_chief
 from hvdkit.cluster.agreement import gather, run_on_all_ranks
 from hvdkit.cluster.logs import get_logger
 from hvdkit.cluster.progress import progress, spending
+from hvdkit.data.position import DataPosition
 from hvdkit.errors import CheckpointError, HvdkitError, describe, integer
 from hvdkit.layers import average_moving_statistics, synchronize_batch_normalization
 from hvdkit.optimizer.equal_ranks import note_equal
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     import keras
     import numpy.typing as npt
 
-    from hvdkit.data.position import DataPosition
 
 # An agreement takes about 50 microseconds; mpirun gives ranks 1 s from SIGTERM to SIGKILL, including the save.
 _AGREE_SECONDS = 0.25
@@ -277,7 +277,7 @@ class Supervisor:
         Raises:
             HvdkitError: the Supervisor has no ``data``.
         """
-        if not isinstance(self._data, Iterable):
+        if self._data is None or isinstance(self._data, DataPosition):
             raise HvdkitError(describe("data", self._data, "batches", "pass data= to hk.Supervisor, or loop yourself"))
         source = iter(self._data) if self._position.follows_data else lockstep(self._data)
         while not self._stopping and (until is None or self.global_step < until):

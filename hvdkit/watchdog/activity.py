@@ -8,7 +8,7 @@ from hvdkit.machine import processes
 from hvdkit.watchdog.flight_recorder import RecorderState
 
 # Threads that together use less than this fraction of a core are only polling, and count as idle.
-_MIN_CPU_FRACTION = 0.02
+MIN_CPU_FRACTION = 0.02
 # Bytes per second. Child processes that transfer less count as idle.
 _MIN_TRANSFER = 4096
 
@@ -38,11 +38,20 @@ class Activity:
         """Record progress that is not visible from outside."""
         self._progressed_at = now
 
-    def idle(self, state: RecorderState, now: float) -> float:
-        """Return the seconds since the last progress."""
+    def idle(self, state: RecorderState, now: float, least_cpu: float = MIN_CPU_FRACTION) -> float:
+        """Return the seconds since the last progress.
+
+        Args:
+            state: the rank's progress, as recorded.
+            now: host's monotonic clock, in seconds.
+            least_cpu: part of a core that other threads than the training thread have to use to count as working.
+        """
         spent = processes.cpu_nanoseconds(self._pid, state.thread)
         seconds = now - self._checked_at
-        worked = [self._threads_worked(seconds), self._children_worked(seconds)]  # both keep what they measured
+        worked = [
+            self._threads_worked(seconds, least_cpu),
+            self._children_worked(seconds),
+        ]  # both keep what they measured
         if spent != self._training_time or spent is None or any(worked):
             self._training_time = spent
             self._worked_at = now
@@ -57,16 +66,16 @@ class Activity:
         self._children = after
         computed = sum(work.seconds - before.get(pid, none).seconds for pid, work in after.items())
         transferred = sum(work.transferred - before.get(pid, none).transferred for pid, work in after.items())
-        is_working = computed > _MIN_CPU_FRACTION * seconds or transferred > _MIN_TRANSFER * seconds
+        is_working = computed > MIN_CPU_FRACTION * seconds or transferred > _MIN_TRANSFER * seconds
         return is_working or any(_waits_for_disk(pid) for pid in after)
 
-    def _threads_worked(self, seconds: float) -> bool:
+    def _threads_worked(self, seconds: float, least_cpu: float) -> bool:
         """Return True if the rank's non-polling threads computed, or are waiting for a disk."""
         threads = processes.threads(self._pid) - self._polling_threads
         times = {thread: processes.cpu_nanoseconds(self._pid, thread) or 0 for thread in threads}
         spent = sum(time - self._thread_times.get(thread, 0) for thread, time in times.items())
         self._thread_times = times
-        is_working = spent > _MIN_CPU_FRACTION * seconds * 1e9
+        is_working = spent > least_cpu * seconds * 1e9
         return is_working or any(_waits_for_disk(self._pid, thread) for thread in threads)
 
 

@@ -197,8 +197,8 @@ class Exiting(Message):
     rank: int
     doing: str
     seconds: float
-    patience: float
     is_bounded: bool
+    patience: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

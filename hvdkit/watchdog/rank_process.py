@@ -7,7 +7,7 @@ import signal
 import socket
 
 from hvdkit.machine import processes
-from hvdkit.watchdog.activity import Activity
+from hvdkit.watchdog.activity import MIN_CPU_FRACTION, Activity
 from hvdkit.watchdog.channel import Connection
 from hvdkit.watchdog.events import Exiting, Leaving, Status, Training
 from hvdkit.watchdog.flight_recorder import CollectiveRecord, FlightReader, RecorderState
@@ -21,6 +21,8 @@ _RECENT = 256
 _MOST_PENDING = 16
 # Seconds after which the last collective is reported, for messages about ranks that wait for this one.
 _LAST_SECONDS = 15.0
+# Part of a core that threads have to use at exit to count as working: one that uploads may use little.
+_LEAST_CPU_AT_EXIT = 0.002
 # Pages by which the memory of a process that ends has to change to count as progress.
 _CHANGED_PAGES = 256
 
@@ -139,7 +141,7 @@ class RankProcess:
         if exiting is None or exiting.is_bounded or not exiting.seconds:
             return 0.0
         process = processes.stat(self.pid)
-        if process is None or process.state == "D" or abs(process.resident - self._resident) > _CHANGED_PAGES:
+        if process is None or process.state in ("D", "t") or abs(process.resident - self._resident) > _CHANGED_PAGES:
             self._resident = 0 if process is None else process.resident
             self._resident_since = now
         ended_at = max(self.exiting_since, self._resident_since, state.python)
@@ -166,7 +168,8 @@ class RankProcess:
         if self._activity is None or self._reader is None:
             return Status(stopped=stopped, busy=self.busy, now=now)
         state = self._reader.state()
-        idle = self._activity.idle(state, now)
+        least_cpu = MIN_CPU_FRACTION if self.leaving is None else _LEAST_CPU_AT_EXIT
+        idle = self._activity.idle(state, now, least_cpu)
         waits = None
         if state.waiting and now - state.since > _WAITED_SECONDS:
             waits = self._reader.record(state.waiting)

@@ -20,7 +20,7 @@ RUN_VARIABLE = "HVDKIT_RUN"
 # "DESCRIPTOR INODE" of the socket to the sentinel, set for a program that `hvdkit run` started. In a program that only
 # inherits the variable, the descriptor is closed or another file.
 SOCKET_VARIABLE = "HVDKIT_SENTINEL"
-_DEFAULTS = {HEARTBEAT: 10.0, PATIENCE: 600.0, UNWIND: 3.0, EXIT: 120.0}
+_DEFAULTS = {HEARTBEAT: 10.0, PATIENCE: 600.0, UNWIND: 3.0, EXIT: 300.0}
 _SHORTEST_HEARTBEAT = 1.0
 _LONGEST_CHECK_INTERVAL = 2.0
 # Reports of a sentinel per heartbeat with up to _FEW_RANKS ranks; half as many from 16 times that number on.

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from hvdkit.errors import HvdkitError, see
+from hvdkit.errors import HvdkitError, printable, see
 from hvdkit.watchdog.ending import Exit, end_process, ending, is_victim
 from hvdkit.watchdog.events import Failed, Raised
 from hvdkit.watchdog.lines import flush_streams, write_line
@@ -139,7 +139,7 @@ class UncaughtErrors:
 
 def _traceback(error: BaseException) -> list[str]:
     """Return the traceback. Its first line is the cause if TensorFlow puts that after all nodes of a graph."""
-    lines = "".join(traceback.format_exception(error)).splitlines()
+    lines = [printable(line, keep="\t") for line in "".join(traceback.format_exception(error)).splitlines()]
     is_hidden = "Graph execution error" in str(error)
     return [f"{type(error).__name__}: {cause_of(error)}", *lines] if is_hidden else lines
 

@@ -283,3 +283,53 @@ def test_one_path_written_by_every_rank_is_an_error_before_anything_is_saved(ran
     model.fit(*own(rank), batch_size=4, verbose=0, callbacks=[hk.callbacks.BroadcastInitial(), on_chief])
     hk.barrier()
     assert len((shared_path / "log.csv").read_text().splitlines()) == 2
+
+
+def test_weights_that_callbacks_set_at_the_end_are_compared(rank, size):
+    """Each rank restores the weights of its own best epoch."""
+    model = model_of(hk.DistributedOptimizer(opts.SGD(0.01)), seed=1)
+
+    class Restores(keras.callbacks.Callback):
+        def on_train_end(self, logs=None):
+            self.model.set_weights([w + hk.rank() for w in self.model.get_weights()])
+
+    with raises_on_several(hk.CollectiveMismatchError, r"at the end of fit.*hk\.fit"):
+        model.fit(*own(rank), batch_size=4, verbose=0, callbacks=[hk.callbacks.BroadcastInitial(), Restores()])
+    model.fit(*own(rank), batch_size=4, verbose=0, callbacks=[hk.callbacks.BroadcastInitial()])
+
+
+def test_a_fit_without_an_epoch_is_not_warned_about(rank, size, capfd):
+    warn_once.cache_clear()
+    for callbacks in ([hk.callbacks.BroadcastInitial()], []):
+        model = model_of(hk.DistributedOptimizer(opts.SGD(0.01)), seed=rank)
+        model.fit(*own(rank), epochs=2, initial_epoch=2, verbose=0, callbacks=callbacks)
+    assert "fit:" not in capfd.readouterr().err
+
+
+def test_nothing_of_a_fit_that_failed_is_left_in_the_next(rank, size):
+    model = model_of(hk.DistributedOptimizer(opts.SGD(0.01)), seed=1)
+
+    class Fails(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            raise RuntimeError("disk full")
+
+    with pytest.raises(RuntimeError, match="disk full"):
+        model.fit(*own(rank), batch_size=4, verbose=0, callbacks=[hk.callbacks.BroadcastInitial(), Fails()])
+    hk.fit(model, X, Y, batch_size=8, verbose=0)
+    assert "train_step" not in vars(model)
+
+
+def test_a_loop_that_scales_its_loss_is_no_fit(rank, size, capfd):
+    """It broadcasts after its first step, as programs for Horovod do."""
+    warn_once.cache_clear()
+    keras.utils.set_random_seed(rank)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    optimizer = hk.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(opts.SGD(0.01)))
+    for step in range(2):
+        with tf.GradientTape() as tape:
+            loss = optimizer.scale_loss(tf.reduce_mean((model(X) - Y) ** 2))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        if step == 0:
+            hk.broadcast_variables([*model.variables, *optimizer.variables])
+    hk.compare_variables(model.trainable_variables)
+    assert "fit:" not in capfd.readouterr().err
