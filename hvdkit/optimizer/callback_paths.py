@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import keras
 
@@ -22,7 +21,7 @@ _PATHS: Mapping[type, str] = {
 }
 
 
-def written_paths(is_trained: Callable[[Any], bool]) -> dict[str, str]:
+def written_paths(is_trained: Callable[[keras.Model], bool]) -> dict[str, str]:
     """Return the class names of callbacks in a running ``fit`` that write files, by absolute path.
 
     Neither an optimizer nor a callback can see the other callbacks of a ``fit``, so they are searched among the
