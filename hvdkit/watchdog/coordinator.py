@@ -126,6 +126,7 @@ class Coordinator:
         self._events: dict[int, list[RankEvent]] = defaultdict(list)
         self._decision_due: float | None = None
         self._longest_idle: int | None = None  # the rank that has been idle longest, and longer than allowed
+        self._hung_rank: int | None = None  # the one for which stacks have been requested
         self._stacks_due: float | None = None
         self._waits = Waits(lambda rank: self.members[rank].last_heard)
         self._ticked_at = time.monotonic()
@@ -414,12 +415,23 @@ class Coordinator:
         if self._stacks_due is not None:
             if now >= self._stacks_due or all(member.stacks is not None for member in self._running.values()):
                 self._stacks_due = None
-                self._blame_hung(now)
+                rank = self._hung_rank
+                if rank is not None and self._is_hung(rank):  # it may have gone on, or ended, meanwhile
+                    self._blame_hung(rank, now)
             return
         rank = self._longest_idle
         self._longest_idle = None
-        if rank is None or rank not in self._running:
-            return
+        if rank is not None and self._is_hung(rank):
+            self._hung_rank = rank
+            self._stacks_due = now + _STACKS_SECONDS
+            for member in self._running.values():
+                member.stacks = None
+                member.send(GiveStacks())
+
+    def _is_hung(self, rank: int) -> bool:
+        """Return True if a rank has been idle for too long, and no rank works that it may be waiting for."""
+        if rank not in self._running:
+            return False
         patience = self.settings.patience
         longest = self.members[rank].status
         running = self._running.values()
@@ -427,12 +439,7 @@ class Coordinator:
         has_all = len(self.members) == self._size and not self._lost_ranks
         if not is_long and (has_all or not longest.is_late):
             is_long = all(member.status.is_late or member.status.idle > patience for member in running)
-        if is_long and not any(member.status.busy for member in running):
-            self._longest_idle = rank
-            self._stacks_due = now + _STACKS_SECONDS
-            for member in running:
-                member.stacks = None
-                member.send(GiveStacks())
+        return is_long and not any(member.status.busy for member in running)
 
     def _check_left_behind(self, now: float) -> None:
         """Blame a rank that has left the others by an exception; report waits that last long."""
@@ -444,12 +451,11 @@ class Coordinator:
         for rank, line in self._left_behind.report(now):
             self.members[rank].send(WriteLine(text=line))
 
-    def _blame_hung(self, now: float) -> None:
-        """Blame the rank that is furthest behind: the others wait for it."""
+    def _blame_hung(self, rank: int, now: float) -> None:
+        """Blame the rank that is furthest behind: the others wait for it, ``rank`` for the longest time."""
         stacks = {rank: member.stacks for rank, member in self._running.items() if member.stacks is not None}
         status = {rank: member.status for rank, member in self._running.items()}
-        longest = self.members[self._longest_idle or 0]
-        self._longest_idle = None
+        longest = self.members[rank]
         culprit = hang.furthest_behind(status, stacks, longest.rank)
         idle = longest.status.idle
         where = f" ({stacks[culprit].where})" if culprit in stacks and stacks[culprit].where else ""

@@ -11,7 +11,7 @@ from helpers.jobs import call, environment, started
 from helpers.jobs_that_fail import HVDKIT_LINE, LAUNCHERS, PATHS
 from helpers.speed import WAIT, scaled
 
-LIMIT = float(scaled(2))
+LIMIT = float(scaled(4))
 # Rank 1's exit is late. Handlers that are registered before hk.init() run after those of hvdkit.
 PROGRAM = """
     import atexit, ctypes, os, threading, time

@@ -766,6 +766,21 @@ def test_late_exits_of_all_ranks_are_a_failure_and_those_of_some_are_not():
     assert [job.heard(rank, End) for rank in range(3)] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("ended", [1, 2])
+def test_late_exits_that_end_while_stacks_are_collected_are_no_failure(ended):
+    job = Job(2, patience=600.0)
+    for rank in range(2):
+        job.say(rank, Leaving())
+    job.status = [Status(step=3, idle=121.0, is_late=True) for _ in range(2)]
+    while not job.heard(0, GiveStacks):
+        job.run(0.1)
+    for rank in range(ended):
+        job.say(rank, Exited(code=0))
+    job.status[1] = Status(step=3)
+    job.run(20)
+    assert job.coordinator.verdict is None
+
+
 def test_late_exits_do_not_shorten_the_limits_of_ranks_that_train():
     late = Status(step=3, idle=5000.0, is_late=True)
     job = Job(3, patience=60.0)
