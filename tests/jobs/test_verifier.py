@@ -114,8 +114,7 @@ def batches(model):
             raise FileNotFoundError("part-4.csv")
         yield tf.ones([4, 3]), tf.ones([4, 1])
 
-for number in range(3):
-    model = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)])
+def step_of(model):
     optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(0.1))
 
     @tf.function
@@ -124,11 +123,16 @@ for number in range(3):
             loss = tf.reduce_mean((model(x) - y) ** 2)
         optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
 
+    step(tf.ones([4, 3]), tf.ones([4, 1]))
+    return step
+
+models = [keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)]) for _ in range(3)]
+for number, step in enumerate([step_of(model) for model in models]):
     try:
         for x, y in batches(number):
             step(x, y)
     except FileNotFoundError as error:
-        print("next model:", error, flush=True)
+        print(f"next model: {error}", flush=True)
 """
 
 
@@ -139,4 +143,4 @@ def test_gradients_of_two_models_are_never_combined():
     names = (
         r"hvdkit: rank [01] on \S+ failed: CollectiveMismatchError: waits in hvdkit\.gradients.* of .* but rank [01] in"
     )
-    assert re.search(names, job.output) and "hvdkit.gradients.2 of" in job.output, job.output
+    assert re.search(names, job.output) and re.search(r"hvdkit\.gradients\.\d+ of", job.output), job.output
