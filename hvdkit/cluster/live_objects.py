@@ -12,7 +12,7 @@ def live_instances(kind: type[T]) -> list[T]:
     """Return the existing instances of ``kind`` and its subclasses. Any thread may call it.
 
     An instance refers to its class. ``gc.get_objects`` would also return all tuples that other threads are building,
-    and CPython cannot finish a tuple that somebody else refers to: ``SystemError: bad argument to internal function``.
+    and CPython cannot finish a tuple with other references: ``SystemError: bad argument to internal function``.
     Objects that ``gc.freeze()`` has set aside are not found.
 
     Example:

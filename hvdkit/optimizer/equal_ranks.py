@@ -141,7 +141,7 @@ def digest_of(variables: Iterable[AnyVariable]) -> bytes:
 
 @contextlib.contextmanager
 def checked(optimizers: Sequence[keras.optimizers.Optimizer]) -> Iterator[None]:
-    """Inside, ``fit`` is checked by others: the optimizers compare nothing themselves."""
+    """Inside, the caller checks ``fit``: the optimizers compare nothing themselves."""
     before = {id(part): part._hvdkit_is_checked for part in _distributed_parts(optimizers)}
     mark_checked(optimizers, True)
     try:
@@ -152,7 +152,7 @@ def checked(optimizers: Sequence[keras.optimizers.Optimizer]) -> Iterator[None]:
 
 
 def mark_checked(optimizers: Sequence[keras.optimizers.Optimizer], is_checked: bool) -> None:
-    """Set whether ``fit`` is checked by others."""
+    """Set whether hk.fit or a callback checks the current ``fit``."""
     for part in _distributed_parts(optimizers):
         part._hvdkit_is_checked = is_checked
 
