@@ -1,5 +1,8 @@
 """Files of every format with known examples: those with ids ``range(start, stop)``."""
 
+import gc
+import threading
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -7,6 +10,7 @@ import tensorflow as tf
 from array_record.python.array_record_module import ArrayRecordWriter
 
 import hvdkit as hk
+from helpers.speed import WAIT
 from hvdkit.data.block_order import BlockOrder, Lanes
 
 MODES = {
@@ -137,3 +141,14 @@ def block_order(starts, batch_size, lanes, window, seed, epoch=0):
         return order(lane, places + epoch * n)
 
     return of
+
+
+def reading_threads():
+    gc.collect()
+    return [thread for thread in threading.enumerate() if thread.name.startswith("hvdkit-read")]
+
+
+def wait_for_end(threads):
+    for thread in threads:
+        thread.join(WAIT)
+    assert not any(thread.is_alive() for thread in threads)

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers.cases import case
-from helpers.data_files import block_order
+from helpers.data_files import block_order, reading_threads, wait_for_end
 from helpers.speed import WAIT
 
 import hvdkit as hk
@@ -29,17 +29,6 @@ def folder(tmp_path):
         ids = np.arange(number * 1000, number * 1000 + 1000)
         pq.write_table(pa.table({"id": ids}), tmp_path / f"{number}.parquet", row_group_size=100)
     return tmp_path
-
-
-def reading_threads():
-    gc.collect()
-    return [thread for thread in threading.enumerate() if thread.name.startswith("hvdkit-read")]
-
-
-def wait_for_end(threads):
-    for thread in threads:
-        thread.join(WAIT)
-    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_blocks_are_read_once_and_kept_within_a_window():
