@@ -33,6 +33,7 @@ from .collectives import broadcast as broadcast
 from .collectives import broadcast_async as broadcast_async
 from .collectives import broadcast_object as broadcast_object
 from .collectives import cross_set as cross_set
+from .collectives import gather_rows as gather_rows
 from .collectives import grouped_allgather as grouped_allgather
 from .collectives import grouped_allreduce as grouped_allreduce
 from .collectives import grouped_allreduce_async as grouped_allreduce_async

@@ -8,6 +8,7 @@ from .asynchronous import reducescatter_async as reducescatter_async
 from .asynchronous import wait as wait
 from .gathers import allgather as allgather
 from .gathers import alltoall as alltoall
+from .gathers import gather_rows as gather_rows
 from .gathers import grouped_allgather as grouped_allgather
 from .joining import join as join
 from .objects import allgather_object as allgather_object

@@ -98,6 +98,16 @@ def within_share() -> bool:
     return _current.active
 
 
+def row_ratio() -> tf.Tensor:
+    """Return b / n_r, the rows of the global batch for each of this rank's: a float64 scalar, 0 on a rank without rows.
+
+    A gradient that is multiplied by it is summed over ranks, where others are averaged by rows.
+    """
+    factor = current_factor()
+    factor = tf.ones([], tf.float64) if factor is None else tf.cast(factor, tf.float64)
+    return tf.math.divide_no_nan(tf.cast(cluster.group(cluster.DATA).size, tf.float64), factor)
+
+
 def times_share(x: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
     """Return ``factor * x``; zeros if ``factor`` is 0, even if ``x`` is not finite."""
     return tf.math.multiply_no_nan(x, tf.cast(factor, x.dtype))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.collectives import dtypes, numpy_collectives, tensors
+from hvdkit.collectives.batch_share import current_factor, row_ratio, within_share
 from hvdkit.collectives.calls import Collective, Tensors, run
 from hvdkit.collectives.conversion import TensorLike, as_tensor, graph_safe, result_converter
 from hvdkit.collectives.process_sets import RankGroup, describe_group, resolve
@@ -105,6 +106,84 @@ def _gradient_of_rows(x: tf.Tensor, dy: tf.Tensor, members: cluster.Group | None
     wide = received.dtype if received.dtype.size > 2 else tf.float32
     blocks = tf.reshape(tf.cast(received, wide), tf.concat([[tf.size(counts)], tf.shape(x)], axis=0))
     return tf.cast(tf.reduce_sum(blocks, axis=0), x.dtype)
+
+
+@graph_safe
+def gather_rows(
+    x: TensorLike, *, process_set: RankGroup = None, group: RankGroup = None, name: str | None = None
+) -> Any:
+    """Concatenate the rows of all ranks in rank order, with the gradient of this rank's rows only.
+
+    For losses and layers that compare the rows of a batch with each other: every rank computes the same function of all
+    rows, and contributes the gradient of its own. The sum of the ranks' gradients is the gradient of one process. The
+    backward pass needs no collective, unlike that of ``hk.allgather``.
+
+    - In ``hk.fit``, whose optimizers average the ranks' gradients by rows, the gradient is scaled so that this average
+      is that of one process. The rows are those of the global batch, in its order; a rank with an empty share of the
+      batch adds none.
+    - In other loops the gradient is not scaled: sum the ranks' gradients, e.g. ``hk.DistributedOptimizer(op=hk.Sum)``.
+
+    Source: the gathered loss of SimCLR (Chen et al. 2020, https://arxiv.org/abs/2002.05709), appendix B.9.
+
+    Args:
+        x: array or tensor ``[rows, ...]`` of any numeric dtype or bool; ``rows`` may differ between ranks and be 0.
+        process_set: the ranks that take part, an ``hk.ProcessSet`` or an axis of the mesh; default: all ranks that have
+            different rows.
+        group: alias of ``process_set``.
+        name: shown in messages and profiles; must be equal on every rank.
+
+    Returns:
+        ``[sum of all ranks' rows, ...]``, the same kind and dtype as ``x``, the same on every rank.
+
+    Raises:
+        TypeError, ValueError, CollectiveMismatchError: as for ``hk.allgather``.
+
+    Examples:
+        >>> import tensorflow as tf
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> own = tf.ones([2, 3])
+        >>> with tf.GradientTape() as tape:
+        ...     tape.watch(own)
+        ...     rows = hk.gather_rows(own)
+        ...     loss = tf.reduce_sum(rows**2)
+        >>> rows.shape[0] == 2 * hk.size()
+        True
+        >>> tape.gradient(loss, own)[0].numpy().tolist()  # of the own rows
+        [2.0, 2.0, 2.0]
+    """
+    members = resolve(process_set, group)
+    if members is None and cluster.group(cluster.DATA).size < cluster.size():
+        members = cluster.group(cluster.DATA)
+    if not isinstance(x, tf.Tensor | tf.Variable) and not hasattr(x, "value"):
+        return allgather(x, process_set=members, name=name)
+    own = as_tensor(x)
+    own = own[None] if own.shape.rank == 0 else own
+    present = own
+    factor = current_factor()
+    if factor is not None:  # an empty share is the batch's first row, with weight 0
+        present = own[: tf.where(tf.equal(factor, 0), 0, tf.shape(own)[0])]
+    count = tf.shape(present)[:1]
+    gathered, counts = grouped_allgather([tf.stop_gradient(present), count], process_set=members, name=name)
+    if not own.dtype.is_floating:
+        return gathered
+    index = cluster.rank() if members is None else members.index
+    return _with_gradient_of(present, gathered, tf.reduce_sum(counts[:index]))
+
+
+def _with_gradient_of(own: tf.Tensor, gathered: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
+    """Return ``gathered`` with a gradient for its rows ``own``, which begin at ``start``."""
+    ratio = row_ratio() if within_share() else None
+
+    @tf.custom_gradient
+    def put(own: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        def gradient(dy: tf.Tensor) -> tf.Tensor:
+            rows = dy[start : start + tf.shape(own)[0]]
+            return rows if ratio is None else rows * tf.cast(ratio, rows.dtype)
+
+        return tf.identity(gathered), gradient
+
+    return put(own)
 
 
 @graph_safe

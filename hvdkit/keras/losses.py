@@ -18,8 +18,7 @@ import keras
 import tensorflow as tf
 from keras import tree
 
-from hvdkit import cluster
-from hvdkit.collectives.batch_share import current_factor
+from hvdkit.collectives.batch_share import row_ratio
 from hvdkit.collectives.ops import ReduceOp
 from hvdkit.collectives.tensors import grouped_allreduce
 from hvdkit.errors import HvdkitError, describe
@@ -130,11 +129,9 @@ def _divisor(values: tf.Tensor, sample_weight: Any, mask: Any, reduction: str) -
 
 def _multiplier(divisor: tf.Tensor | None) -> tf.Tensor:
     """Return ``(V_r / V) (b / n_r)``, or ``b / n_r`` without a divisor V_r; 0 on a rank without rows."""
-    factor = current_factor()
-    factor = tf.ones([], tf.float64) if factor is None else tf.cast(factor, tf.float64)
-    row_ratio = tf.math.divide_no_nan(tf.cast(cluster.group(cluster.DATA).size, tf.float64), factor)  # b / n_r
+    ratio = row_ratio()
     if divisor is None:
-        return row_ratio
-    divisor = tf.stop_gradient(tf.math.multiply_no_nan(divisor, tf.sign(factor)))
+        return ratio
+    divisor = tf.stop_gradient(tf.math.multiply_no_nan(divisor, tf.sign(ratio)))
     total = grouped_allreduce([divisor], ReduceOp.Sum, "hvdkit.loss", data_group())[0]
-    return tf.stop_gradient(tf.math.divide_no_nan(divisor, total) * row_ratio)
+    return tf.stop_gradient(tf.math.divide_no_nan(divisor, total) * ratio)

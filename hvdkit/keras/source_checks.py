@@ -14,6 +14,7 @@ from hvdkit.cluster.logs import warn_once
 from hvdkit.errors import see
 
 _SUMS = {"reduce_sum", "sum"}
+_GATHERS = {"gather_rows", "allgather", "grouped_allgather"}  # of all ranks' rows, whose sum is that of one process
 _BY_BATCH = {"compute_average_loss", "scale_regularization_loss"}  # of tf.nn: divide by the global batch size
 
 
@@ -55,10 +56,11 @@ def _sums_of(function: Any) -> list[str]:
         return []  # without a source, as in an interpreter
     first = function.__code__.co_firstlineno - 1
     found: list[str] = []
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call):
-            continue
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    if any(_name(call) in _GATHERS for call in calls):
+        return []
+    for node in calls:
+        name = _name(node)
         where = f"in line {first + node.lineno}"
         keywords = {keyword.arg for keyword in node.keywords}
         is_method = isinstance(node.func, ast.Attribute)
@@ -70,6 +72,10 @@ def _sums_of(function: Any) -> list[str]:
             if isinstance(value, keras.losses.Loss) and value.reduction == "sum":
                 found.append(f"{name} (reduction='sum') {where}")
     return found
+
+
+def _name(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
 def _owner(model: Any, name: str) -> type | None:
