@@ -152,23 +152,46 @@ def gather_rows(
         >>> tape.gradient(loss, own)[0].numpy().tolist()  # of the own rows
         [2.0, 2.0, 2.0]
     """
-    members = resolve(process_set, group)
-    if members is None and cluster.group(cluster.DATA).size < cluster.size():
-        members = cluster.group(cluster.DATA)
+    members = resolve(process_set, group) or _ranks_with_different_rows()
     if not isinstance(x, tf.Tensor | tf.Variable) and not hasattr(x, "value"):
         return allgather(x, process_set=members, name=name)
     own = as_tensor(x)
-    own = own[None] if own.shape.rank == 0 else own
-    present = own
+    return gather_all_rows([own[None] if own.shape.rank == 0 else own], members, name)[0][0]
+
+
+def gather_all_rows(
+    xs: Sequence[tf.Tensor], members: cluster.Group | None = None, name: str | None = None
+) -> tuple[list[tf.Tensor], tf.Tensor]:
+    """Gather several tensors like ``hk.gather_rows``, in one exchange.
+
+    Args:
+        xs: tensors ``[rows, ...]``.
+        members: the ranks; None for all that have different rows.
+        name: for messages.
+
+    Returns:
+        The rows of all ranks; and for each tensor the number of rows before this rank's, int32 ``[len(xs)]``.
+    """
+    members = members or _ranks_with_different_rows()
     factor = current_factor()
+    present = list(xs)
     if factor is not None:  # an empty share is the batch's first row, with weight 0
-        present = own[: tf.where(tf.equal(factor, 0), 0, tf.shape(own)[0])]
-    count = tf.shape(present)[:1]
-    gathered, counts = grouped_allgather([tf.stop_gradient(present), count], process_set=members, name=name)
-    if not own.dtype.is_floating:
-        return gathered
+        present = [x[: tf.where(tf.equal(factor, 0), 0, tf.shape(x)[0])] for x in xs]
+    counts = tf.stack([tf.shape(x)[0] for x in present])[None]
+    inputs = [*map(tf.stop_gradient, present), counts]
+    *gathered, counts = grouped_allgather(inputs, process_set=members, name=name)
     index = cluster.rank() if members is None else members.index
-    return _with_gradient_of(present, gathered, tf.reduce_sum(counts[:index]))
+    starts = tf.reduce_sum(counts[:index], axis=0)
+    results = [
+        _with_gradient_of(own, rows, starts[number]) if own.dtype.is_floating else rows
+        for number, (own, rows) in enumerate(zip(present, gathered, strict=True))
+    ]
+    return results, starts
+
+
+def _ranks_with_different_rows() -> cluster.Group | None:
+    group = cluster.group(cluster.DATA)
+    return group if group.size < cluster.size() else None
 
 
 def _with_gradient_of(own: tf.Tensor, gathered: tf.Tensor, start: tf.Tensor) -> tf.Tensor:

@@ -96,11 +96,13 @@ class FitSession:
     Args:
         model: a Keras model with distributed optimizers.
         may_be_empty: whether a rank may get an empty share of a batch.
+        loss_scope: as for ``hk.fit``.
 
     Attributes:
         steps: the model's steps.
         metric_combiner: combines the logs of the ranks.
         metric_checks: checks that metrics can be combined.
+        loss_scope: of the steps.
         may_end_anywhere: whether the current data may end at different steps on different ranks.
     """
 
@@ -108,10 +110,11 @@ class FitSession:
     _is_running = False
     _is_active = False  # whether the model has the methods that run on shares
 
-    def __init__(self, model: Any, *, may_be_empty: bool) -> None:
+    def __init__(self, model: Any, *, may_be_empty: bool, loss_scope: str) -> None:
         self.model = model
         self._variables = VariableBroadcaster(model)
-        self.steps = ShareSteps(model, self._variables.broadcast_new, may_be_empty=may_be_empty)
+        self.loss_scope = loss_scope
+        self.steps = ShareSteps(model, self._variables.broadcast_new, may_be_empty=may_be_empty, loss_scope=loss_scope)
         self._functions: dict[str, Any] = dict.fromkeys(_FUNCTIONS)
         self._built: dict[str, Any] = dict.fromkeys(_FUNCTIONS)  # the functions when a callback last called the model
         self._dependencies = _dependencies(model)
@@ -121,9 +124,16 @@ class FitSession:
         self._inactive: dict[str, Any] = {}  # the attributes that the model does not have now
 
     @classmethod
-    def of(cls, model: Any, *, may_be_empty: bool) -> FitSession:
-        """Return a model's session; reuse the previous one unless its dependencies have changed."""
+    def of(cls, model: Any, *, may_be_empty: bool, loss_scope: str | None = None) -> FitSession:
+        """Return a model's session; reuse the previous one unless its dependencies have changed.
+
+        Args:
+            model: a Keras model.
+            may_be_empty: whether a rank may get an empty share of a batch.
+            loss_scope: as for ``hk.fit``; None for that of the previous session.
+        """
         session = _SESSIONS.get(model)
+        loss_scope = loss_scope or ("auto" if session is None else session.loss_scope)
         if session is not None and session._is_running:  # called by a callback
             if may_be_empty and not session.steps.may_be_empty:
                 session.steps.may_be_empty = True
@@ -136,9 +146,10 @@ class FitSession:
         if (
             session is None
             or (may_be_empty and not session.steps.may_be_empty)
+            or loss_scope != session.loss_scope
             or not all(old is new for old, new in zip(session._dependencies, _dependencies(model), strict=True))
         ):
-            session = cls(model, may_be_empty=may_be_empty)
+            session = cls(model, may_be_empty=may_be_empty, loss_scope=loss_scope)
             _SESSIONS.set(model, session)
         return session
 
@@ -312,7 +323,6 @@ class FitSession:
         average_moving_statistics(self.model)  # before they are evaluated, saved or exported
         self._compare_state()
         warn_of_full_buckets(self.model.trainable_variables)
-        self.steps.row_means.report()
         return self.metric_combiner.combine(logs, keeps_totals=True)
 
     def _compare_state(self) -> None:

@@ -18,6 +18,7 @@ from hvdkit.keras.fit_session import FitSession, check_model, check_not_alone, w
 from hvdkit.keras.global_batch_shares import GlobalBatchShares
 from hvdkit.keras.inputs import DataPair, FitData, check_batch_size_of_model, prepare_data
 from hvdkit.keras.keras_callbacks import CallbackList
+from hvdkit.keras.loss_scopes import LossScope, check_loss_scope
 from hvdkit.keras.model_optimizers import warn_of_float8, warn_of_repeated_rows
 from hvdkit.keras.own_methods import call_own, has_own, keras_method
 from hvdkit.keras.source_checks import warn_of_sums
@@ -46,6 +47,7 @@ def fit(
     validation_freq: int | Sequence[int] = 1,
     *,
     logdir: str | Path | None = None,
+    loss_scope: LossScope = "auto",
 ) -> keras.callbacks.History:
     """Train a model on all ranks with the results of ``model.fit`` in one process on the same data.
 
@@ -81,13 +83,17 @@ def fit(
         logdir: a folder that all ranks share, in which the run is saved at the end of epochs and every ten minutes. The
             next call with this folder continues: within the epoch with ``GlobalBatches``, otherwise the epoch in which
             the run ended begins again. ``hk.callbacks.SupervisorCallback`` saves at other times.
+        loss_scope: where losses are computed: "rows" on each rank's rows, right for means and sums over rows; "batch"
+            by every rank on the gathered labels and predictions of the global batch, right for any loss, e.g. Dice.
+            "auto" finds out which losses are means of their rows in the first step, which gathers all that it does not
+            know. Metric functions are always found out.
 
     Returns:
         Keras's ``History``, the same on every rank.
 
     Raises:
-        ValueError: ``batch_size`` is less than the number of ranks, a metric's state cannot be combined, or Keras
-            does not accept the arguments.
+        ValueError: ``batch_size`` is less than the number of ranks, ``loss_scope`` is invalid, a metric's state cannot
+            be combined, or Keras does not accept the arguments.
         CollectiveMismatchError: ranks differ in their arguments, data or model.
         HvdkitError: a required feature is not supported; the message names it and what is supported.
 
@@ -106,9 +112,9 @@ def fit(
     """
     arguments = dict(locals())
     check_not_alone("hk.fit")
-    del arguments["model"], arguments["logdir"]
+    del arguments["model"], arguments["logdir"], arguments["loss_scope"]
     if not has_own(model, "fit"):
-        return _fit(model, **arguments, logdir=logdir)
+        return _fit(model, **arguments, logdir=logdir, loss_scope=loss_scope)
     calls = 0
 
     def run(model: keras.Model, **passed: Any) -> Any:
@@ -118,7 +124,7 @@ def fit(
             got = f"one folder, and {type(model).__name__}.fit, which calls super().fit several times"
             remedy = "leave it out, and pass a SupervisorCallback with its own folder to each"
             raise ValueError(describe("logdir", got, "a folder for each training", remedy))
-        return _fit(model, **passed, logdir=logdir)
+        return _fit(model, **passed, logdir=logdir, loss_scope=loss_scope)
 
     return call_own(model, "fit", run, fit, arguments)
 
@@ -143,6 +149,7 @@ def _fit(
     validation_freq: int | Sequence[int] = 1,
     *,
     logdir: str | Path | None = None,
+    loss_scope: LossScope = "auto",
 ) -> keras.callbacks.History:
     """Train a model with Keras's own ``fit``, on this rank's shares."""
     weights = sorted(class_weight.items()) if isinstance(class_weight, dict) else class_weight
@@ -150,13 +157,15 @@ def _fit(
         f"hk.fit(batch_size={batch_size}, epochs={epochs}, initial_epoch={initial_epoch}, "
         f"steps_per_epoch={steps_per_epoch}, validation_steps={validation_steps}, "
         f"validation_batch_size={validation_batch_size}, validation_freq={validation_freq}, shuffle={shuffle}, "
-        f"validation_split={validation_split}, class_weight={weights})"
+        f"validation_split={validation_split}, class_weight={weights}, "
+        f"loss_scope={loss_scope})"
     )
 
     validation_arguments: dict[str, Any] = {}
 
     def build() -> DataPair:
         check_model(model)
+        check_loss_scope(loss_scope)
         training = (x, y, sample_weight)
         validation = validation_data
         if validation_split and validation is None:
@@ -200,7 +209,7 @@ def _fit(
 
     shares, validation_shares = prepare_data(call, build)
     may_be_empty = shares.may_be_empty or (validation_shares is not None and validation_shares.may_be_empty)
-    session = FitSession.of(model, may_be_empty=may_be_empty)
+    session = FitSession.of(model, may_be_empty=may_be_empty, loss_scope=loss_scope)
     warn_of_repeated_rows(model)
     warn_of_float8(model)
     warn_of_local_statistics(model)

@@ -309,13 +309,15 @@ class CallbackList(keras.callbacks.CallbackList):
         """Compare the ranks' global batches, and check that the state of all metrics can be combined."""
         self._is_first_batch = False
 
-        def digest() -> int:
+        def digest() -> tuple[int, list[int]]:
             self._session.metric_checks.check()
-            return int(self._session.steps.digests.numpy())
+            return int(self._session.steps.digests.numpy()), self._session.steps.loss_scopes.test()
 
-        digests = gather(cluster.exchange(), "the first global batch", digest)
+        found = gather(cluster.exchange(), "the first global batch", digest)
+        digests = [digest for digest, _ in found]
         remedy = "give shuffle(), random maps and splits of the dataset a seed, and every rank the same files"
         compare(digests, "x", remedy, show=lambda *_: ("a different first batch", "equal global batches"))
+        self._session.steps.loss_scopes.decide([scopes for _, scopes in found])
 
     def _compare_weights(self) -> None:
         """Compare weights after the first update; they differ if an optimizer does not combine gradients."""

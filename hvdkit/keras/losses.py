@@ -7,11 +7,16 @@ job minimizes sum_r (n_r / b) L_r, which is the global loss if L_r is a mean ove
     means over valid elements or weights:     L_r (V_r / V) (b / n_r),   V = sum_r V_r
 
 with V_r the number of this rank's valid (unmasked) elements, or the sum of its weights. V needs one small allreduce.
+
+A loss that is not a sum or mean of its rows' values is computed by every rank on the gathered labels Y* and predictions
+Y of the batch (:mod:`hvdkit.keras.loss_scopes`). Each rank adds the gradient of its own rows, without a collective in
+the backward pass:
+
+    dL/dw = sum_r (over the rows i of rank r: dL/dY_i dY_i/dw)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -19,10 +24,17 @@ import tensorflow as tf
 from keras import tree
 
 from hvdkit.collectives.batch_share import row_ratio
+from hvdkit.collectives.gathers import gather_all_rows
 from hvdkit.collectives.ops import ReduceOp
 from hvdkit.collectives.tensors import grouped_allreduce
 from hvdkit.errors import HvdkitError, describe
-from hvdkit.internals import get_keras_mask, reduce_weighted_values, squeeze_or_expand_to_same_rank
+from hvdkit.internals import (
+    get_keras_mask,
+    reduce_weighted_values,
+    set_keras_mask,
+    squeeze_or_expand_to_same_rank,
+)
+from hvdkit.keras.loss_scopes import LossScopes, Values, by_scope
 from hvdkit.keras.shares import data_group
 
 _MEANS = ("sum_over_batch_size", "mean")
@@ -44,29 +56,27 @@ def check_loss(loss: Any) -> None:
         raise HvdkitError(describe("loss", got, "Keras's own reduction", "override call instead of __call__"))
 
 
-Observer = Callable[[keras.losses.Loss, Any, Any, Any], None]
-
-
-def rescaled(loss: Any, observe: Observer) -> Any:
+def rescaled(loss: Any, scopes: LossScopes) -> Any:
     """Rescale ``loss`` so that the ranks' losses add up to that of one process; means over rows are unchanged.
 
     Args:
         loss: a Keras loss; anything else is returned.
-        observe: called with the loss, its arguments and its unreduced values.
+        scopes: decide where it is computed.
     """
-    if not isinstance(loss, keras.losses.Loss) or type(loss).__call__ is not keras.losses.Loss.__call__:
+    if not isinstance(loss, keras.losses.Loss):
         return loss
     check_loss(loss)
-    return _RescaledLoss(loss, observe)
+    return _RescaledLoss(loss, scopes)
 
 
 class _RescaledLoss(keras.losses.Loss):
     """A rescaled Keras loss for a step on a share. Delegates everything else to the loss."""
 
-    def __init__(self, loss: Any, observe: Observer) -> None:
+    def __init__(self, loss: Any, scopes: LossScopes) -> None:
         self.__dict__.update(vars(loss))
         self._loss = loss
-        self._observe = observe
+        self._scopes = scopes
+        self._has_own_call = type(loss).__call__ is not keras.losses.Loss.__call__
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_loss"], name)
@@ -75,24 +85,79 @@ class _RescaledLoss(keras.losses.Loss):
         return self._loss.call(y_true, y_pred)
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        """Compute the loss as Keras does, and multiply it."""
+        """Compute the loss as Keras does on this rank's rows, and multiply it; or on the rows of all ranks."""
         loss = self._loss
+        call = loss if self._has_own_call else loss.call
         in_mask = get_keras_mask(y_pred)
         with keras.name_scope(loss.name):
-            y_pred, y_true = (
-                tree.map_structure(lambda x: keras.ops.convert_to_tensor(x, dtype=loss.dtype), y)
-                for y in (y_pred, y_true)
-            )
-            values = loss.call(y_true, y_pred)
-            self._observe(loss, y_true, y_pred, values)
-            masks = [mask for mask in (in_mask, get_keras_mask(values)) if mask is not None]
-            mask = masks[0] & masks[1] if len(masks) == 2 else masks[0] if masks else None
-            options = {"mask": mask, "reduction": loss.reduction, "dtype": loss.dtype}
-            value = reduce_weighted_values(values, sample_weight=sample_weight, **options)
-            divisor = _divisor(values, sample_weight, mask, loss.reduction)
-            if divisor is None and loss.reduction != "sum":
-                return value
-            return value * tf.cast(_multiplier(divisor), value.dtype)
+            if not self._has_own_call:
+                y_pred, y_true = (
+                    tree.map_structure(lambda x: keras.ops.convert_to_tensor(x, dtype=loss.dtype), y)
+                    for y in (y_pred, y_true)
+                )
+            scope = self._scopes.of_loss(loss, call, y_true, y_pred)
+
+            def on_rows() -> tf.Tensor:
+                value, divisor = self._value(y_true, y_pred, sample_weight, in_mask)
+                if divisor is None and loss.reduction != "sum":
+                    return value
+                return value * tf.cast(_multiplier(divisor), value.dtype)
+
+            def on_batch() -> tf.Tensor:
+                gathered, _ = gather_nests((y_true, y_pred, sample_weight, in_mask))
+                return self._value(*gathered)[0]
+
+            return by_scope(scope, on_rows, on_batch)
+
+    def _value(self, y_true: Any, y_pred: Any, sample_weight: Any, in_mask: Any) -> tuple[tf.Tensor, tf.Tensor | None]:
+        """Return the loss of some rows, and its divisor V_r."""
+        loss = self._loss
+        if self._has_own_call:
+            return tf.convert_to_tensor(loss(y_true, y_pred, sample_weight)), None
+        values = loss.call(y_true, y_pred)
+        masks = [mask for mask in (in_mask, get_keras_mask(values)) if mask is not None]
+        mask = masks[0] & masks[1] if len(masks) == 2 else masks[0] if masks else None
+        options = {"mask": mask, "reduction": loss.reduction, "dtype": loss.dtype}
+        value = reduce_weighted_values(values, sample_weight=sample_weight, **options)
+        return value, _divisor(values, sample_weight, mask, loss.reduction)
+
+
+def gather_nests(nests: tuple[Any, ...]) -> tuple[tuple[Any, ...], tf.Tensor]:
+    """Gather the rows of all tensors in ``nests`` from all ranks, with the gradient of this rank's rows.
+
+    Numbers, scalars and None stay as they are. A mask that Keras keeps with a tensor is gathered, too.
+
+    Returns:
+        The nests; and the number of rows before this rank's, an int32 scalar.
+
+    Raises:
+        HvdkitError: a tensor is ragged, sparse or of strings.
+    """
+    leaves = tree.flatten(nests)
+    with_rows = [number for number, leaf in enumerate(leaves) if len(getattr(leaf, "shape", ()))]
+    for number in with_rows:
+        if not isinstance(leaves[number], tf.Tensor) or leaves[number].dtype == tf.string:
+            got = f"labels or predictions as {type(leaves[number]).__name__} of {leaves[number].dtype.name}"
+            remedy = "pass numbers, padded to one shape, or loss_scope='rows'"
+            raise HvdkitError(describe("loss", got, "tensors whose rows can be gathered", remedy))
+    masks = {number: mask for number in with_rows if (mask := get_keras_mask(leaves[number])) is not None}
+    rows, starts = gather_all_rows([*(leaves[number] for number in with_rows), *masks.values()], data_group())
+    for number, gathered in zip(with_rows, rows, strict=False):
+        leaves[number] = gathered
+    for number, mask in zip(masks, rows[len(with_rows) :], strict=True):
+        set_keras_mask(leaves[number], mask)
+    packed: tuple[Any, ...] = tree.pack_sequence_as(nests, leaves)
+    return packed, starts[0]
+
+
+def on_gathered_rows(call: Values, y_true: Any, y_pred: Any) -> tf.Tensor:
+    """Return a metric function of the gathered rows: its number, or its values for this rank's rows."""
+    (all_true, all_pred), start = gather_nests((y_true, y_pred))
+    values = tf.convert_to_tensor(call(all_true, all_pred))
+    if values.shape.rank == 0:
+        return values
+    own = start + tf.range(tf.shape(tree.flatten(y_pred)[0])[0])
+    return tf.gather(values, tf.minimum(own, tf.shape(values)[0] - 1))  # a rank without rows has one, with weight 0
 
 
 def rescaled_vector(loss: Any, value: Any, rows: Any) -> Any:

@@ -22,10 +22,10 @@ from hvdkit.errors import describe, see
 from hvdkit.internals import get_keras_mask
 from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.keras.data_end import require_batch_on_every_rank
-from hvdkit.keras.losses import rescaled, rescaled_vector
+from hvdkit.keras.loss_scopes import LossScopes
+from hvdkit.keras.losses import on_gathered_rows, rescaled, rescaled_vector
 from hvdkit.keras.moved_weights import warning_of_moved_weights
 from hvdkit.keras.rank_state import StateCombiner, state_of
-from hvdkit.keras.row_means import RowMeans
 from hvdkit.keras.shares import number_of_rows, slice_tensor
 from hvdkit.layers.batch_norm import synchronized_statistics
 from hvdkit.sharding.shards import differs_by_rank
@@ -42,19 +42,22 @@ class ShareSteps:
         model: a compiled Keras model.
         on_new_variables: called before a step runs, if the model's variables had to be created for it.
         may_be_empty: whether a rank may get an empty share of a batch.
+        loss_scope: as for ``hk.fit``.
 
     Attributes:
         last_factor: the factor of the last step; 1 before the first step.
-        row_means: tests of losses and metric functions.
+        loss_scopes: where losses and metric functions are computed.
         digests: the sum of the digests of all global batches since the session began; 0 for batches without digest.
     """
 
-    def __init__(self, model: Any, on_new_variables: Callable[[], None], *, may_be_empty: bool) -> None:
+    def __init__(
+        self, model: Any, on_new_variables: Callable[[], None], *, may_be_empty: bool, loss_scope: str
+    ) -> None:
         self._model = model
         self._on_new_variables = on_new_variables
         self.may_be_empty = may_be_empty
         self._traced: set[str] = set()
-        self.row_means = RowMeans()
+        self.loss_scopes = LossScopes(loss_scope)
         # Create variables here: a step that creates variables is traced twice.
         self.last_factor = tf.Variable(1.0, trainable=False, dtype=tf.float64, name="hvdkit_last_factor")
         self.digests = tf.Variable(0, trainable=False, dtype=tf.int64, name="hvdkit_digests")
@@ -182,8 +185,7 @@ class ShareSteps:
                     stack.enter_context(swap_attributes(metric, update_state=wrap(metric)))
 
             def rescale() -> None:
-                observe = self.row_means.observe_loss
-                flat = [each._replace(loss=rescaled(each.loss, observe)) for each in losses._flat_losses]
+                flat = [each._replace(loss=rescaled(each.loss, self.loss_scopes)) for each in losses._flat_losses]
                 stack.enter_context(swap_attributes(losses, _flat_losses=flat))
 
             def build(*args: Any, **kwargs: Any) -> None:
@@ -210,7 +212,7 @@ class ShareSteps:
                     return rescaled_vector(loss, aggregate(loss), rows)
 
                 stack.enter_context(swap_attributes(self._model, _aggregate_additional_loss=aggregate_rescaled))
-            stack.enter_context(self.row_means.observing_metrics(self._model._compile_metrics))
+            stack.enter_context(self.loss_scopes.deciding_for_metrics(metrics, on_gathered_rows))
             losses = self._model._compile_loss
             if losses is not None and losses.built:
                 rescale()
@@ -228,7 +230,7 @@ class ShareSteps:
             if not isinstance(value, keras.losses.Loss) or is_compiled:
                 continue
             if layer is self._model or value.reduction not in (None, "none"):
-                found[name] = rescaled(value, self.row_means.observe_loss)
+                found[name] = rescaled(value, self.loss_scopes)
         return found
 
     def _warn_of_added_losses(self) -> None:

@@ -1,8 +1,10 @@
-"""Losses and metrics that are no mean of their rows: exact, or the chief says so once, with the remedy."""
+"""Losses and metric functions that are no mean of their rows have the values of one process."""
 
 from __future__ import annotations
 
 import keras
+import numpy as np
+import pytest
 import tensorflow as tf
 from helpers.as_one import compare, line
 
@@ -12,14 +14,18 @@ layers, losses, ops = keras.layers, keras.losses, keras.ops
 SUMMED = losses.MeanSquaredError(reduction="sum")
 
 
-def model_with(loss, **options):
+def model_with(loss, optimizer=None, **options):
     model = keras.Sequential([keras.Input((3,)), layers.Dense(2, "sigmoid")])
-    model.compile(keras.optimizers.SGD(0.1), loss, **options)
+    model.compile(optimizer or keras.optimizers.SGD(0.1), loss, **options)
     return model
 
 
 def f1(y_true, y_pred):
     return 2 * ops.sum(y_true * y_pred) / (ops.sum(y_true) + ops.sum(y_pred))
+
+
+def rmse(y_true, y_pred):
+    return ops.sqrt(ops.mean(ops.square(y_true - y_pred)))
 
 
 def scalar_mean(y_true, y_pred):
@@ -31,25 +37,139 @@ def gathered_dice(y_true, y_pred):
     return 1 - f1(y_true, y_pred)
 
 
-def test_functions_that_are_no_mean_of_rows_are_named_once(rng, size, capfd):
+def bce_and_dice(y_true, y_pred):
+    return losses.binary_crossentropy(y_true, y_pred) + losses.Dice()(y_true, y_pred)
+
+
+def masked_mean(y_true, y_pred):
+    """The loss of all tokens by their number; 0 is padding."""
+    mask = ops.cast(ops.not_equal(y_true, 0), "float32")
+    return ops.sum(ops.square(y_true - y_pred) * mask) / ops.sum(mask)
+
+
+def contrastive(_, y_pred):
+    """NT-Xent: a number for each row, which depends on all rows."""
+    rows = ops.normalize(y_pred, axis=1)
+    logits = ops.matmul(rows, ops.transpose(rows)) / 0.5
+    return ops.logsumexp(logits, axis=1) - ops.diagonal(logits)
+
+
+def hardest_negative(y_true, y_pred):
+    distances = ops.sum(ops.square(y_pred[:, None] - y_pred[None]), axis=-1)
+    return ops.mean(ops.relu(1 - ops.min(distances + 10 * ops.eye(ops.shape(y_pred)[0]), axis=1)))
+
+
+class OwnCall(losses.Loss):
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return 1 - f1(y_true, y_pred)
+
+
+NOT_MEANS = {
+    "dice": losses.Dice(),
+    "tversky": losses.Tversky(),
+    "sum of dice": losses.Dice(reduction="sum"),
+    "circle": losses.Circle(),
+    "bce and dice": bce_and_dice,
+    "masked mean": masked_mean,
+    "contrastive": contrastive,
+    "hardest negative": hardest_negative,
+    "own call": OwnCall(),
+}
+IN_CORE = ("dice", "contrastive")
+CORE = pytest.mark.core(2)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=CORE if name in IN_CORE else ()) for name in NOT_MEANS])
+def test_any_loss_and_metric_function_is_that_of_one_process(rng, size, capfd, name):
+    loss = NOT_MEANS[name]
+    x = rng.normal(size=(22, 3)).astype("float32")
+    y = (x[:, :2] > 0.5).astype("float32")
+    labels = (x[:, 0] > 0).astype("int32") if name == "circle" else y
+    metrics = [] if name == "circle" else [f1, rmse, scalar_mean, "mae"]
+    data = {"batch_size": 7, "epochs": 2, "validation_data": (x[:9], labels[:9]), "validation_batch_size": 4}
+    one, many = compare(lambda: model_with(loss, metrics=metrics), x, labels, **data, rtol=1e-5, atol=1e-6)
+    output = capfd.readouterr().err
+    logged = [line for line in output.splitlines() if "its value for a batch is not the mean" in line]
+    assert len(logged) == (len(metrics) // 2 + 1) * hk.is_chief(), output
+    assert not any("scalar_mean" in line or "mae" in line for line in logged)
+    np.testing.assert_allclose(
+        hk.evaluate(many, x, labels, batch_size=5, verbose=0), one.evaluate(x, labels, batch_size=5, verbose=0), 1e-5
+    )
+
+
+@pytest.mark.core
+def test_a_gathered_loss_with_weights_outputs_and_other_kinds_of_steps(rng):
+    x = rng.normal(size=(23, 3)).astype("float32")
+    y = (x[:, :2] > 0.5).astype("float32")
+    weight = rng.uniform(0.5, 2, 23).astype("float32")
+    data = {"batch_size": 6, "epochs": 2, "rtol": 1e-5, "atol": 1e-6}
+
+    def two_outputs():
+        inputs = keras.Input((3,))
+        first = layers.Dense(2, "sigmoid", name="first")(inputs)
+        second = layers.BatchNormalization(name="second", synchronized=True)(layers.Dense(2)(first))
+        model = keras.Model(inputs, {"first": first, "second": second})
+        model.compile("sgd", {"first": losses.Dice(), "second": "mse"}, loss_weights={"first": 2.0, "second": 1.0})
+        return model
+
+    def with_optimizer(optimizer, **options):
+        return lambda: model_with(bce_and_dice, optimizer=optimizer(), metrics=[rmse], **options)
+
+    sgd = lambda: keras.optimizers.SGD(0.1)  # noqa: E731
+    compare(with_optimizer(sgd), x, y, sample_weight=weight, **data)
+    compare(with_optimizer(sgd, run_eagerly=True), x, y, **data)
+    compare(with_optimizer(sgd, steps_per_execution=3), x, y, **data)
+    compare(with_optimizer(lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)), x, y, **data)
+    compare(with_optimizer(lambda: keras.optimizers.LossScaleOptimizer(sgd())), x, y, **data)
+    compare(two_outputs, x, {"first": y, "second": y}, **data)
+    masked = lambda: keras.Sequential(  # noqa: E731
+        [layers.Input((4,)), layers.Embedding(9, 4, mask_zero=True), layers.LSTM(3, return_sequences=True)]
+    )
+
+    def masked_sequences():
+        model = masked()
+        model.compile("sgd", losses.Dice())
+        return model
+
+    ids = rng.integers(0, 3, (23, 4))
+    compare(masked_sequences, ids, rng.uniform(size=(23, 4, 3)).astype("float32"), **data)
+
+
+def test_a_loss_of_the_global_batch_size_and_one_that_gathers(rng, capfd):
     x = rng.normal(size=(24, 3)).astype("float32")
-    y = (x[:, :2] > 0).astype("float32")
-    for loss, metrics, names in [
-        (losses.Dice(), [f1], ["loss 'dice'", "metric 'f1'"]),
-        ("mse", [scalar_mean, "mae"], []),
-        (losses.MeanSquaredError(reduction="sum"), [], []),
-        (scalar_mean, [], []),
-        (losses.Dice(reduction="sum"), [], []),  # warned about before
-    ]:
-        capfd.readouterr()
-        hk.fit(model_with(loss, metrics=metrics), x, y, batch_size=8, epochs=2, verbose=0)
-        output = capfd.readouterr().err
-        found = [each for each in output.splitlines() if "is not the mean of the values" in each]
-        expected = names if hk.is_chief() and size > 1 else []
-        assert len(found) == len(expected) and all(name in output for name in expected), output
-        assert all("hk.allgather(y_true)" in each for each in found)
+    y = (x[:, :2] > 0.5).astype("float32")
+
+    def of_eight_rows(y_true, y_pred):  # as published with a constant batch size
+        return ops.mean(ops.abs(ops.reshape(y_true - y_pred, (8, 2)))) + ops.sum(ops.eye(8) * ops.ones((8, 8))) / 8
+
+    def make_dataset():
+        return tf.data.Dataset.from_tensor_slices((x, y)).batch(8, drop_remainder=True)
+
+    compare(lambda: model_with(of_eight_rows), make_dataset, epochs=2)
+    capfd.readouterr()
     compare(lambda: model_with(gathered_dice), x, y, batch_size=8, epochs=2)
-    assert "is not the mean" not in capfd.readouterr().err
+    assert "not the mean" not in capfd.readouterr().err
+
+
+def test_the_scope_can_be_chosen(rng, size):
+    x = rng.normal(size=(24, 3)).astype("float32")
+    y = (x[:, :2] > 0.5).astype("float32")
+    fit = lambda loss, **options: hk.fit(model_with(loss), x, y, batch_size=8, shuffle=False, verbose=0, **options)  # noqa: E731
+
+    def loss_of(loss, **options):
+        keras.utils.set_random_seed(3)
+        return fit(loss, **options).history["loss"][0]
+
+    exact = loss_of(losses.Dice())
+    assert loss_of(losses.Dice(), loss_scope="batch") == pytest.approx(exact, rel=1e-6)
+    assert size == 1 or loss_of(losses.Dice(), loss_scope="rows") != pytest.approx(exact, rel=1e-4)
+    assert loss_of("mse", loss_scope="batch") == pytest.approx(loss_of("mse"), rel=1e-6)
+    with pytest.raises(ValueError, match=r"loss_scope: got 'row', expected 'auto', 'rows' or 'batch'"):
+        fit("mse", loss_scope="row")
+    if size > 1:
+        with pytest.raises(hk.CollectiveMismatchError, match="loss_scope"):
+            fit("mse", loss_scope="rows" if hk.is_chief() else "batch")
 
 
 def test_vectors_in_add_loss_and_sums_held_by_layers_are_exact(rng):

@@ -1,0 +1,326 @@
+"""Decide whether a loss or a metric function is computed on each rank's rows, or on the gathered rows of the batch.
+
+The mean of the ranks' values is the value of one process if, for any two parts A and B of a batch, with a and b rows,
+
+    L(A and B) = (a L(A) + b L(B)) / (a + b)      or for sums:   L(A and B) = L(A) + L(B)
+
+Dice, F1, masked sums over counts, and losses that compare rows with each other don't satisfy this. Every rank computes
+them on the gathered labels and predictions, which is exact for any function. So the first step gathers all that is not
+known, and stores this rank's rows. After it, the ranks test the functions on parts of these rows, and what all of them
+find to be a mean of its rows is computed on each rank's rows from then on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import tree
+
+from hvdkit import cluster
+from hvdkit.cluster.logs import get_logger
+from hvdkit.collectives.calls import refusing_collectives
+from hvdkit.collectives.conversion import untracked_variable
+from hvdkit.errors import HvdkitError, describe, see
+from hvdkit.keras.attribute_swap import swap_attributes
+
+LossScope = Literal["auto", "rows", "batch"]
+Values = Callable[[Any, Any], Any]
+UNKNOWN = 0
+ROWS = 1
+BATCH = 2
+_TOLERANCE = 2e-5  # of the largest magnitude; 16-bit floats have 3 digits
+_HALF_TOLERANCE = 2e-2
+# Keras's losses with a value for each row that depends on the other rows.
+_COUPLED = ("circle",)
+
+
+def check_loss_scope(scope: str) -> None:
+    """Raise if ``scope`` is not a value of ``loss_scope``.
+
+    Raises:
+        ValueError: the message names the values.
+    """
+    if scope not in get_args(LossScope):
+        raise ValueError(describe("loss_scope", repr(scope), "'auto', 'rows' or 'batch'", "leave it out for 'auto'"))
+
+
+@dataclass
+class _Function:
+    """A loss or a metric function.
+
+    Attributes:
+        name: for messages.
+        owner: the object whose id is its key, which must not be deleted.
+        scope: UNKNOWN, ROWS or BATCH; int32.
+        is_stored: whether the rows to test it have been stored.
+        test: returns the scope that this rank's rows show.
+        local_bytes: of the arrays that a step gathers from this rank.
+        is_reported: whether the chief has logged it.
+        gathers: whether it calls collectives, e.g. gathers the rows.
+    """
+
+    name: str
+    owner: Any
+    scope: tf.Variable
+    is_stored: tf.Variable
+    test: Callable[[], int] | None = None
+    local_bytes: int = 0
+    is_reported: bool = False
+    gathers: bool = False
+
+
+class LossScopes:
+    """The scopes of a model's losses and metric functions.
+
+    Args:
+        loss_scope: "auto" tests losses; "rows" and "batch" decide for all of them. Metric functions are always tested.
+    """
+
+    def __init__(self, loss_scope: str) -> None:
+        self._loss_scope = loss_scope
+        self._functions: dict[int, _Function] = {}
+
+    def of_loss(self, loss: Any, call: Values, y_true: Any, y_pred: Any) -> Any:
+        """Return the scope of a loss in this step: ROWS, BATCH, or an int32 tensor that may be UNKNOWN.
+
+        Args:
+            loss: a Keras loss.
+            call: computes its unreduced values.
+            y_true, y_pred: this rank's rows.
+        """
+        if self._loss_scope != "auto":
+            return ROWS if self._loss_scope == "rows" else BATCH
+        function = getattr(loss, "fn", loss)
+        if (
+            _is_of_keras(function)
+            and getattr(function, "__name__", "") not in _COUPLED
+            and _has_value_per_row(call, y_true, y_pred)
+        ):
+            return ROWS
+        return self._scope(f"loss {loss.name!r}", loss, call, y_true, y_pred, is_sum=loss.reduction == "sum")
+
+    @contextlib.contextmanager
+    def deciding_for_metrics(self, metrics: Any, on_batch: Callable[[Values, Any, Any], Any]) -> Iterator[None]:
+        """Compute the functions among Keras's compiled ``metrics`` by their scopes in this context.
+
+        Args:
+            metrics: Keras's container, or None.
+            on_batch: computes a function on gathered rows.
+        """
+        with contextlib.ExitStack() as stack:
+
+            def install() -> None:
+                for metric in metrics.metrics:
+                    if type(metric) is keras.metrics.MeanMetricWrapper and not _is_of_keras(metric._fn):
+                        stack.enter_context(swap_attributes(metric, _fn=self._decided(metric, metric._fn, on_batch)))
+
+            def build(*args: Any, **kwargs: Any) -> None:
+                original_build(*args, **kwargs)
+                install()
+
+            if metrics is not None:
+                install()  # none before it is built
+                if not metrics.built:
+                    original_build = metrics.build
+                    stack.enter_context(swap_attributes(metrics, build=build))
+            yield
+
+    def test(self) -> list[int]:
+        """Return the scopes that this rank's stored rows show, in the order of the functions."""
+        found: list[int] = []
+        for function in self._functions.values():
+            test = function.test
+            function.test = None
+            found.append(UNKNOWN if test is None else test())
+        return found
+
+    def decide(self, scopes: Sequence[Sequence[int]]) -> None:
+        """Take the widest scope that a rank has found, for each function without one, and log it on the chief.
+
+        Args:
+            scopes: of :meth:`test`, for each rank.
+        """
+        for function, found in zip(self._functions.values(), zip(*scopes, strict=True), strict=True):
+            if int(function.scope) == UNKNOWN:
+                function.scope.assign(max(found))
+                function.is_stored.assign(max(found) != UNKNOWN)
+            if int(function.scope) == BATCH and not function.is_reported and cluster.is_chief():
+                function.is_reported = True
+                get_logger().info(_message(function))
+
+    def _decided(self, metric: Any, function: Any, on_batch: Callable[[Values, Any, Any], Any]) -> Values:
+        def decided(y_true: Any, y_pred: Any, **options: Any) -> Any:
+            def call(y_true: Any, y_pred: Any) -> Any:
+                return tf.convert_to_tensor(function(y_true, y_pred, **options))
+
+            scope = self._scope(f"metric {metric.name!r}", function, call, y_true, y_pred, is_sum=False)
+            return by_scope(scope, lambda: call(y_true, y_pred), lambda: on_batch(call, y_true, y_pred))
+
+        return decided
+
+    def _scope(self, name: str, owner: Any, call: Values, y_true: Any, y_pred: Any, *, is_sum: bool) -> Any:
+        leaves = [*tree.flatten(y_true), *tree.flatten(y_pred)]
+        if not all(isinstance(leaf, tf.Tensor) and leaf.shape.rank != 0 and _is_movable(leaf) for leaf in leaves):
+            return ROWS
+        function = self._functions.get(id(owner))
+        if function is None:
+            scope = untracked_variable(UNKNOWN, tf.int32, "hvdkit_scope")
+            function = _Function(name, owner, scope, untracked_variable(False, tf.bool, "hvdkit_is_stored"))
+            function.gathers = _has_collectives(call, y_true, y_pred)
+            self._functions[id(owner)] = function
+        if function.gathers:
+            return ROWS
+        self._store(function, call, y_true, y_pred, is_sum=is_sum)
+        return function.scope.read_value()
+
+    def _store(self, function: _Function, call: Values, y_true: Any, y_pred: Any, *, is_sum: bool) -> None:
+        """Store the rows of this step for a test, unless there are some."""
+        true_count = len(tree.flatten(y_true))
+        leaves = [*tree.flatten(y_true), *tree.flatten(y_pred)]
+
+        def store(*arrays: np.ndarray) -> np.bool_:
+            copies = [array.copy() for array in arrays]
+            rows_true = tree.pack_sequence_as(y_true, copies[:true_count])
+            rows_pred = tree.pack_sequence_as(y_pred, copies[true_count:])
+            function.local_bytes = sum(array.nbytes for array in arrays)
+            function.test = lambda: scope_of(call, rows_true, rows_pred, is_sum=is_sum)
+            return np.bool_(True)
+
+        is_stored = function.is_stored
+        if tf.executing_eagerly():
+            if not bool(is_stored):
+                is_stored.assign(bool(store(*(leaf.numpy() for leaf in leaves))))
+            return
+        run = lambda: tf.ensure_shape(tf.numpy_function(store, leaves, tf.bool), [])  # noqa: E731
+        is_stored.assign(tf.cond(is_stored, lambda: True, run))
+
+
+def by_scope(scope: Any, on_rows: Callable[[], tf.Tensor], on_batch: Callable[[], tf.Tensor]) -> tf.Tensor:
+    """Return the value of a function by its scope, which is ROWS, BATCH or a tensor.
+
+    A function that cannot be traced on this rank's rows, e.g. because it has the size of the global batch, is computed
+    on the gathered rows.
+    """
+    if isinstance(scope, int):
+        return on_rows() if scope == ROWS else on_batch()
+    if tf.executing_eagerly():
+        return on_rows() if int(scope) == ROWS else on_batch()
+    try:
+        return tf.cond(tf.equal(scope, ROWS), on_rows, on_batch)
+    except HvdkitError:
+        raise
+    except Exception:
+        return on_batch()
+
+
+def scope_of(call: Values, y_true: Any, y_pred: Any, *, is_sum: bool = False) -> int:
+    """Return the scope that the rows of a batch show for a function; UNKNOWN if they do not show it.
+
+    The function is computed on parts of the rows, also with zeros in place of some labels and predictions: a masked
+    mean, and a quotient of sums, are means of the rows' values in batches without padding.
+
+    Args:
+        call: the function; returns a value for each row, or one for the batch.
+        y_true, y_pred: arrays, or nests of them, with equal numbers of rows.
+        is_sum: test for the sum of its values, otherwise for their mean.
+
+    Example:
+        >>> ones = np.float32([1, 1, 0, 1])
+        >>> scope_of(lambda y, p: abs(y - p), ones, ones / 2) == ROWS
+        True
+        >>> scope_of(lambda y, p: sum(y * p) / sum(y), ones, np.float32([0.5, 1.5, 1, 0.5])) == BATCH
+        True
+    """
+    rows = {len(leaf) for leaf in [*tree.flatten(y_true), *tree.flatten(y_pred)]}
+    if len(rows) != 1:
+        return UNKNOWN
+    number = min(rows)
+    try:
+        with tf.device("CPU"), refusing_collectives():
+            found = [
+                _is_additive(call, *variant, number, split, is_sum=is_sum)
+                for variant in _variants(y_true, y_pred, number)
+                for split in {number // 2, max(1, number // 3)}
+                if 0 < split < number
+            ]
+    except Exception:  # e.g. a fixed batch size
+        return UNKNOWN
+    if False in found:
+        return BATCH
+    return ROWS if True in found else UNKNOWN
+
+
+def _variants(y_true: Any, y_pred: Any, number: int) -> Iterator[tuple[Any, Any]]:
+    """Yield labels and predictions: the given ones, and those with zeros in the first quarter of one of them."""
+
+    def begins_with_zeros(array: np.ndarray) -> np.ndarray:
+        copy = array.copy()
+        copy[: max(1, number // 4)] = 0
+        return copy
+
+    yield y_true, y_pred
+    yield tree.map_structure(begins_with_zeros, y_true), y_pred
+    yield y_true, tree.map_structure(begins_with_zeros, y_pred)
+
+
+def _is_additive(call: Values, y_true: Any, y_pred: Any, number: int, split: int, *, is_sum: bool) -> bool | None:
+    """Return whether a function of the rows is the mean (or sum) of its parts; None if its values do not show it."""
+
+    def value(start: int, end: int) -> tuple[float, float]:
+        parts = [tree.map_structure(lambda leaf: tf.constant(leaf[start:end]), y) for y in (y_true, y_pred)]
+        values = tf.convert_to_tensor(call(*parts))
+        precision = _HALF_TOLERANCE if values.dtype.size == 2 else _TOLERANCE
+        array = np.asarray(tf.cast(values, tf.float64))
+        return float(array.sum() if is_sum else array.mean()), precision
+
+    whole, tolerance = value(0, number)
+    first, _ = value(0, split)
+    second, _ = value(split, number)
+    expected = first + second if is_sum else (split * first + (number - split) * second) / number
+    if not np.isfinite([whole, expected]).all():
+        return None
+    smallest_difference = tolerance * max(abs(whole), abs(first), abs(second))
+    if abs(whole - expected) > smallest_difference:
+        return False
+    return True if abs(first - second) > 10 * smallest_difference else None
+
+
+def _has_collectives(call: Values, y_true: Any, y_pred: Any) -> bool:
+    try:
+        with refusing_collectives():
+            call(y_true, y_pred)
+    except HvdkitError:
+        return True
+    except Exception:  # e.g. a fixed batch size
+        return False
+    return False
+
+
+def _has_value_per_row(call: Values, y_true: Any, y_pred: Any) -> bool:
+    shape: tf.TensorShape = tf.convert_to_tensor(call(y_true, y_pred)).shape
+    return shape.rank != 0
+
+
+def _is_movable(x: tf.Tensor) -> bool:
+    return bool(x.dtype.is_floating or x.dtype.is_integer or x.dtype.is_bool)
+
+
+def _is_of_keras(function: Any) -> bool:
+    module = getattr(function, "__module__", None) or type(function).__module__
+    return str(module).startswith("keras.")
+
+
+def _message(function: _Function) -> str:
+    number = cluster.group(cluster.DATA).size
+    total = function.local_bytes * number
+    return (
+        f"{function.name}: its value for a batch is not the mean of the values for its rows, so every rank computes it "
+        f"on the labels and predictions of all {number} ranks: about {total:,} bytes per step; "
+        f"{see('keras#losses-that-couple-the-rows-of-a-batch')}"
+    )
