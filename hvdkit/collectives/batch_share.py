@@ -35,6 +35,7 @@ _SCRATCH_GRAPH = "scratch_graph"  # in which Keras calls the layers of a functio
 
 class _Current(threading.local):
     factor: tf.Tensor | None = None
+    sums: tf.Tensor | None = None  # whether the gradients of the step are those of a sum
     graph: tf.Graph | None = None  # of the function, or of eager mode, that entered the context
     active = False
 
@@ -43,23 +44,25 @@ _current = _Current()
 
 
 @contextlib.contextmanager
-def share_of_batch(factor: tf.Tensor | None) -> Iterator[None]:
+def share_of_batch(factor: tf.Tensor | None, sums: tf.Tensor | None = None) -> Iterator[None]:
     """Multiply the gradients of all steps traced or run in this context by ``factor``, on this thread.
 
     Args:
         factor: float64 scalar tensor f_r; 0 on a rank without rows, whose gradients count as zeros even if they are not
             finite. None if all ranks have the same number of rows.
+        sums: bool scalar tensor, True if the step's loss is a sum over its rows, whose gradients are summed over ranks.
     """
     outer = current_factor()
-    previous = _current.factor, _current.graph, _current.active
+    previous = _current.factor, _current.sums, _current.graph, _current.active
     _assign(factor)
     _current.factor = factor
+    _current.sums = sums
     _current.graph = function_graph()
     _current.active = True
     try:
         yield
     finally:
-        _current.factor, _current.graph, _current.active = previous
+        _current.factor, _current.sums, _current.graph, _current.active = previous
         _assign(outer)
 
 
@@ -75,6 +78,16 @@ def current_factor() -> tf.Tensor | None:
     factor = _factor_of_step().read_value()
     _READ.set(factor, True)
     return factor
+
+
+def gradient_factor() -> tf.Tensor | None:
+    """Return the factor of the current step's gradients: :func:`current_factor`, or N with rows for a sum over rows."""
+    factor = current_factor()
+    if _current.sums is None:
+        return factor
+    share = tf.ones([], tf.float64) if factor is None else tf.cast(factor, tf.float64)
+    number = tf.cast(cluster.group(cluster.DATA).size, tf.float64)
+    return tf.where(_current.sums, number * tf.sign(share), share)
 
 
 def _is_in_scratch_graph(graph: tf.Graph) -> bool:
@@ -139,7 +152,7 @@ def without_outer_tape(factor: tf.Tensor, argument: str, of: str) -> tf.Tensor:
 
 def with_scaled_gradient(x: tf.Tensor) -> tf.Tensor:
     """Return ``x`` with a gradient that is multiplied by the current factor."""
-    factor = current_factor()
+    factor = gradient_factor()
     if factor is None or not x.dtype.is_floating:
         return x
 

@@ -5,10 +5,8 @@ In both cases the result has the collective's gradient, at every size and dtype.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,7 +21,8 @@ from hvdkit.collectives import tensors
 from hvdkit.collectives.batch_share import current_factor, times_share, without_outer_tape
 from hvdkit.collectives.call_checks import JOIN, SMALL_BYTES, Call, agree_on_call, attempt
 from hvdkit.collectives.conversion import TensorLike, as_tensor, is_symbolic, result_converter
-from hvdkit.errors import HvdkitError, describe
+from hvdkit.collectives.refusal import require_allowed
+from hvdkit.errors import describe
 from hvdkit.internals import record
 
 Tensors = list[tf.Tensor]
@@ -63,28 +62,9 @@ class Collective:
     combines: bool = True
 
 
-class _Refusal(threading.local):
-    active = False
-
-
-_refusal = _Refusal()
-
-
-@contextlib.contextmanager
-def refusing_collectives() -> Iterator[None]:
-    """Make collectives on this thread raise in this context, which only some of the ranks enter."""
-    before = _refusal.active
-    _refusal.active = True
-    try:
-        yield
-    finally:
-        _refusal.active = before
-
-
 def run(collective: Collective, values: Sequence[TensorLike]) -> list[Any]:
     """Run a collective on ``values``; return results of the same kind: numbers, arrays or tensors."""
-    if _refusal.active:
-        raise HvdkitError(describe(collective.kind, "a call on one rank", "calls on all ranks", "call it elsewhere"))
+    require_allowed(collective.kind)
     inputs: Tensors = []
     if collective.combines and not lone_training().is_combined:
         lone_training().add_collective(values)

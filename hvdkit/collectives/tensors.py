@@ -18,6 +18,7 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.collectives import dtypes, graph_recorder, graphs
 from hvdkit.collectives.ops import ReduceOp
+from hvdkit.collectives.refusal import require_allowed
 
 Result = TypeVar("Result")
 # Collectives called by users share one name, so that Horovod also compares their kinds.
@@ -165,6 +166,7 @@ def _run(
     uneven: bool = False,
 ) -> Result:
     """Run Horovod's op ``native`` on ``tensors``, eagerly or as part of the current graph, and return its result."""
+    require_allowed(kind)
     options: dict[str, object] = {"ignore_name_scope": True}
     if group is not None and group.process_set is not None:
         options["process_set"] = group.process_set

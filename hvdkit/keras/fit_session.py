@@ -184,8 +184,8 @@ class FitSession:
         steps = self.steps
         steps.digests.assign(0)
         self._inactive = {
-            "train_step": steps.wrap("train", self._wrap_step(model.train_step)),
-            "test_step": steps.wrap("test", self._wrap_step(model.test_step)),
+            "train_step": steps.wrap("train", self._wrap_step(model.train_step), model.train_step),
+            "test_step": steps.wrap("test", self._wrap_step(model.test_step), model.test_step),
             "predict_step": steps.wrap_predict(self._wrap_step(model.predict_step)),
             "reset_metrics": self._reset_metrics(model.reset_metrics),
             "_get_metrics_result_or_logs": self._metrics_at_end,

@@ -21,7 +21,6 @@ from hvdkit.keras.keras_callbacks import CallbackList
 from hvdkit.keras.loss_scopes import LossScope, check_loss_scope
 from hvdkit.keras.model_optimizers import warn_of_float8, warn_of_repeated_rows
 from hvdkit.keras.own_methods import call_own, has_own, keras_method
-from hvdkit.keras.source_checks import warn_of_sums
 from hvdkit.keras.strategies import outside_strategy
 from hvdkit.keras.supervisor_callback import SupervisorCallback
 
@@ -213,7 +212,6 @@ def _fit(
     warn_of_repeated_rows(model)
     warn_of_float8(model)
     warn_of_local_statistics(model)
-    warn_of_sums(model)
     if logdir is not None:
         position = shares.position if isinstance(shares, GlobalBatchShares) else None
         callbacks = [SupervisorCallback(logdir, data=position, save_epochs=True), *tree.flatten(callbacks or [])]

@@ -222,6 +222,7 @@ class CallbackList(keras.callbacks.CallbackList):
         if self._is_first_batch:
             self._compare_batch()
         if self._is_first_update:
+            self._session.steps.check_step()
             self._compare_weights()
         if self._async_train:
             super().on_train_batch_end(batch, logs)

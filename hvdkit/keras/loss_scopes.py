@@ -24,8 +24,8 @@ from keras import tree
 
 from hvdkit import cluster
 from hvdkit.cluster.logs import get_logger
-from hvdkit.collectives.calls import refusing_collectives
 from hvdkit.collectives.conversion import untracked_variable
+from hvdkit.collectives.refusal import refusing_collectives
 from hvdkit.errors import HvdkitError, describe, see
 from hvdkit.keras.attribute_swap import swap_attributes
 
@@ -80,10 +80,14 @@ class LossScopes:
 
     Args:
         loss_scope: "auto" tests losses; "rows" and "batch" decide for all of them. Metric functions are always tested.
+
+    Attributes:
+        loss_scope: as above.
     """
 
     def __init__(self, loss_scope: str) -> None:
-        self._loss_scope = loss_scope
+        self.loss_scope = loss_scope
+        self._stands_in = False
         self._functions: dict[int, _Function] = {}
 
     def of_loss(self, loss: Any, call: Values, y_true: Any, y_pred: Any) -> Any:
@@ -94,8 +98,8 @@ class LossScopes:
             call: computes its unreduced values.
             y_true, y_pred: this rank's rows.
         """
-        if self._loss_scope != "auto":
-            return ROWS if self._loss_scope == "rows" else BATCH
+        if self.loss_scope != "auto":
+            return ROWS if self.loss_scope == "rows" else BATCH
         function = getattr(loss, "fn", loss)
         if (
             _is_of_keras(function)
@@ -104,6 +108,19 @@ class LossScopes:
         ):
             return ROWS
         return self._scope(f"loss {loss.name!r}", loss, call, y_true, y_pred, is_sum=loss.reduction == "sum")
+
+    @contextlib.contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """Replace losses that are not known to be means of rows by a mean of rows, in tests of a whole step."""
+        self._stands_in = True
+        try:
+            yield
+        finally:
+            self._stands_in = False
+
+    def stands_in_for(self, scope: Any) -> bool:
+        """Return True if a loss of this scope is replaced now."""
+        return self._stands_in and int(scope) != ROWS
 
     @contextlib.contextmanager
     def deciding_for_metrics(self, metrics: Any, on_batch: Callable[[Values, Any, Any], Any]) -> Iterator[None]:
@@ -176,6 +193,8 @@ class LossScopes:
             self._functions[id(owner)] = function
         if function.gathers:
             return ROWS
+        if self._stands_in:
+            return function.scope.read_value()
         self._store(function, call, y_true, y_pred, is_sum=is_sum)
         return function.scope.read_value()
 

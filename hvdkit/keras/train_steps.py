@@ -16,7 +16,7 @@ from keras import tree
 
 from hvdkit import cluster
 from hvdkit.cluster.logs import warn_once
-from hvdkit.collectives.batch_share import current_factor, share_of_batch
+from hvdkit.collectives.batch_share import current_factor, row_ratio, share_of_batch
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.errors import describe, see
 from hvdkit.internals import get_keras_mask
@@ -27,6 +27,8 @@ from hvdkit.keras.losses import on_gathered_rows, rescaled, rescaled_vector
 from hvdkit.keras.moved_weights import warning_of_moved_weights
 from hvdkit.keras.rank_state import StateCombiner, state_of
 from hvdkit.keras.shares import number_of_rows, slice_tensor
+from hvdkit.keras.source_checks import warn_of_sums
+from hvdkit.keras.step_scopes import StepScope, has_own_step
 from hvdkit.layers.batch_norm import synchronized_statistics
 from hvdkit.sharding.shards import differs_by_rank
 
@@ -47,6 +49,7 @@ class ShareSteps:
     Attributes:
         last_factor: the factor of the last step; 1 before the first step.
         loss_scopes: where losses and metric functions are computed.
+        step_scope: how the gradients of the model's own step combine; None if it has none.
         digests: the sum of the digests of all global batches since the session began; 0 for batches without digest.
     """
 
@@ -57,13 +60,21 @@ class ShareSteps:
         self._on_new_variables = on_new_variables
         self.may_be_empty = may_be_empty
         self._traced: set[str] = set()
+        self.step_scope: StepScope | None = None
+        self._is_checked = False
         self.loss_scopes = LossScopes(loss_scope)
         # Create variables here: a step that creates variables is traced twice.
         self.last_factor = tf.Variable(1.0, trainable=False, dtype=tf.float64, name="hvdkit_last_factor")
         self.digests = tf.Variable(0, trainable=False, dtype=tf.int64, name="hvdkit_digests")
 
-    def wrap(self, name: str, step: Step) -> Step:
-        """Wrap ``step`` (``model.train_step`` or ``model.test_step``) for elements ``(data, info)``."""
+    def wrap(self, name: str, step: Step, own_step: Step) -> Step:
+        """Wrap ``step`` for elements ``(data, info)``.
+
+        Args:
+            name: "train" or "test".
+            step: to wrap.
+            own_step: the model's own ``train_step`` or ``test_step``, which ``step`` calls.
+        """
 
         @graph_safe
         def on_share(element: Any) -> Any:
@@ -73,8 +84,17 @@ class ShareSteps:
             self._create_variables(name, step, data, factor)
             state = StateCombiner(self._model, cluster.group(cluster.DATA)) if name == "train" else None
             moves = self._warning_of_moves(name, data)
-            with self._restored_if_empty(factor), share_of_batch(factor), self._global_losses(data), moves:
+            sums = self._test_step(own_step, data) if name == "train" else None
+            with (
+                tf.control_dependencies([] if sums is None else [sums]),
+                self._restored_if_empty(factor),
+                share_of_batch(factor, sums),
+                self._global_losses(data),
+                moves,
+            ):
                 logs = step(data)
+                if self.step_scope is not None:
+                    logs = self.step_scope.summed_logs(logs, row_ratio())
             if state is not None:
                 state.combine(factor)
             self._record_step(info)
@@ -84,6 +104,35 @@ class ShareSteps:
 
     def _warning_of_moves(self, name: str, data: Any) -> contextlib.AbstractContextManager[None]:
         return warning_of_moved_weights(self._model, data) if name == "train" else contextlib.nullcontext()
+
+    def _test_step(self, own_step: Step, data: Any) -> tf.Tensor | None:
+        """Return whether the gradients of the model's own step are those of a sum; None if it is not tested."""
+        is_alone = cluster.group(cluster.DATA).size == 1
+        if is_alone or self.loss_scopes.loss_scope == "rows" or not has_own_step(self._model):
+            return None
+        if self.step_scope is None:
+            self.step_scope = StepScope(self._model, self._rescaled)
+        return self.step_scope.tested(own_step, data, _mean_metrics(self._model))
+
+    @contextlib.contextmanager
+    def _rescaled(self, data: Any, factor: tf.Tensor) -> Iterator[None]:
+        with share_of_batch(factor), self.loss_scopes.standing_in(), self._global_losses(data):
+            yield
+
+    def check_step(self) -> None:
+        """Raise if the gradients of the first step do not combine; warn on the chief of what could not be tested.
+
+        Raises:
+            HvdkitError: on every rank.
+        """
+        if self._is_checked or self.loss_scopes.loss_scope == "rows":
+            return
+        self._is_checked = True
+        if self.step_scope is not None:
+            self.step_scope.check()
+        if self.step_scope is None or not self.step_scope.gradient:
+            warn_of_sums(self._model)
+            self._warn_of_added_losses()
 
     def wrap_predict(self, step: Step) -> Step:
         """Wrap ``model.predict_step`` for elements ``(data, info)``; returns outputs and rows of the global batch."""
@@ -181,8 +230,9 @@ class ShareSteps:
             def weigh(metrics: list[Any]) -> None:
                 for metric in metrics:
                     is_function = isinstance(metric, keras.metrics.MeanMetricWrapper)
-                    wrap = _weighted_function if is_function else _weighted_update
-                    stack.enter_context(swap_attributes(metric, update_state=wrap(metric)))
+                    is_sum = None if self.step_scope is None else self.step_scope.is_sum(metric)
+                    update = _weighted_function(metric) if is_function else _weighted_update(metric, is_sum)
+                    stack.enter_context(swap_attributes(metric, update_state=update))
 
             def rescale() -> None:
                 flat = [each._replace(loss=rescaled(each.loss, self.loss_scopes)) for each in losses._flat_losses]
@@ -220,7 +270,6 @@ class ShareSteps:
                 original_build = losses.build  # creates a Mean for each of several losses
                 stack.enter_context(swap_attributes(losses, build=build))
             yield
-            self._warn_of_added_losses()
 
     def _rescaled_attributes(self, layer: Any) -> dict[str, Any]:
         """Return the rescaled losses in attributes of ``layer``. Those of layers may have a value for each row."""
@@ -305,13 +354,16 @@ def _weighted_function(metric: Any) -> Callable[..., None]:
     return update_state
 
 
-def _weighted_update(metric: Any) -> Callable[..., None]:
+def _weighted_update(metric: Any, is_sum: tf.Tensor | None) -> Callable[..., None]:
+    """Return an update that weights a number by rows; of a sum, it adds up the ranks' numbers."""
     update = metric.update_state
 
     def update_state(values: Any, sample_weight: Any = None) -> None:
         values = tf.convert_to_tensor(values)
         if sample_weight is None and values.shape.rank == 0:
             sample_weight = current_factor()
+            if is_sum is not None and values.dtype.is_floating:
+                values = tf.where(is_sum, values * tf.cast(row_ratio(), values.dtype), values)
         update(values, sample_weight=sample_weight)
 
     return update_state

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.cluster.lone_training import lone_training
-from hvdkit.collectives.batch_share import current_factor, times_share, within_share
+from hvdkit.collectives.batch_share import gradient_factor, times_share, within_share
 from hvdkit.collectives.call_checks import Call, agree_on_call, attempt
 from hvdkit.collectives.conversion import as_tensor, graph_safe
 from hvdkit.collectives.graphs import not_constant
@@ -146,7 +146,7 @@ def scale_to_batch(placed: PlacedGradients, averaging: Averaging) -> PlacedGradi
     if checked_op(averaging.op) != ReduceOp.Average:
         remedy = "use hk.Average: hk.fit handles losses that are sums"
         raise ValueError(describe("op", op_label(averaging.op), "Average inside hk.fit", remedy))
-    if (factor := current_factor()) is None:
+    if (factor := gradient_factor()) is None:
         return placed
 
     def scale(grad: Gradient, kind: Kind) -> Gradient:

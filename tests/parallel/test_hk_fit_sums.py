@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.as_one import compare, line
+from helpers.as_one import compare, line, raises_on_several
+from helpers.cases import case
 
 import hvdkit as hk
 
@@ -203,18 +206,137 @@ def test_vectors_in_add_loss_and_sums_held_by_layers_are_exact(rng):
         compare(build, [x, y], batch_size=8, epochs=2)
 
 
-def test_numbers_in_add_loss_are_mentioned_once(rng, size, capfd):
-    class Entropy(layers.Layer):
-        def call(self, x):
-            self.add_loss(0.1 * ops.mean(ops.square(ops.mean(x, axis=0))))
-            return x
+class Entropy(layers.Layer):
+    """Adds a loss that compares rows: the entropy of the batch's mean."""
 
+    def call(self, x):
+        mean = ops.mean(ops.softmax(3 * x), axis=0)
+        self.add_loss(ops.sum(mean * ops.log(mean)))
+        return x
+
+
+class Shrinkage(layers.Layer):
+    """Adds a mean over rows."""
+
+    def call(self, x):
+        self.add_loss(0.1 * ops.mean(ops.square(x)))
+        return x
+
+
+@pytest.mark.core
+def test_numbers_in_add_loss_are_means_of_rows_or_refused(rng, size, capfd):
+    x, y = line(rng, 23)
+
+    def build(layer):
+        return lambda: compiled(keras.Sequential([keras.Input((3,)), layers.Dense(4), layer(), layers.Dense(1)]))
+
+    def compiled(model):
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    compare(build(Shrinkage), x, y, batch_size=8, epochs=2, rtol=1e-5, atol=1e-6)
+    assert "add_loss" not in capfd.readouterr().err
+    with raises_on_several(hk.HvdkitError, r"add_loss of entropy.* neither the mean nor the sum.*hk\.gather_rows"):
+        hk.fit(build(Entropy)(), x, y, batch_size=8, verbose=0)
+    hk.fit(build(Entropy)(), x, y, batch_size=8, verbose=0, loss_scope="rows")
+
+
+ROW_LOSS = losses.MeanSquaredError(reduction=None)
+
+
+def summed(y, predicted):
+    return tf.reduce_sum(tf.square(y - predicted))
+
+
+def by_global_batch_size(y, predicted):
+    return tf.nn.compute_average_loss(ROW_LOSS(y, predicted), global_batch_size=8)
+
+
+def of_each_row(y, predicted):
+    return ROW_LOSS(y, predicted)  # a tape sums a vector
+
+
+def mean(y, predicted):
+    return tf.reduce_mean(tf.square(y - predicted))
+
+
+class OwnStep(keras.Model):
+    """A training step as many programs have it: the loss in a tracker, and another number returned as it is."""
+
+    loss_of_step = staticmethod(mean)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.loss_of_step(y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        self.tracker.update_state(tf.reduce_sum(loss))
+        return {"loss": self.tracker.result(), "last": tf.reduce_sum(loss), "largest": 1.0}
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+
+def own_step(loss, *hidden):
+    inputs = keras.Input((3,))
+    outputs = inputs
+    for layer in (layers.Dense(4, "tanh"), *hidden, layers.Dense(1)):
+        outputs = layer(outputs)
+    model = OwnStep(inputs, outputs)
+    model.loss_of_step = loss
+    model.tracker = keras.metrics.Mean(name="loss")
+    model.compile(keras.optimizers.SGD(0.01))
+    return model
+
+
+@pytest.mark.core(2)
+@pytest.mark.ranks(2, 3)
+def test_sums_in_a_train_step_are_exact(rng, size, capfd):
+    x, y = line(rng, 25)  # batches of 8, and one of 1
+    for loss in (summed, by_global_batch_size, of_each_row, mean):
+        with case(loss=loss.__name__):
+            compare(lambda loss=loss: own_step(loss), x, y, batch_size=8, epochs=2, rtol=1e-5, atol=1e-6)
+    assert "train_step" not in capfd.readouterr().err
+    noisy = own_step(summed, layers.BatchNormalization(synchronized=True), layers.Dropout(0.5))
+    hk.fit(noisy, x, y, batch_size=8, verbose=0, shuffle=False)  # sums are found under random layers, too
+    assert size == 1 or "reduce_sum" not in capfd.readouterr().err
+
+
+def test_the_test_of_a_step_leaves_nothing(rng):
+    x, y = line(rng, 16)
+    after = []
+    for loss_scope in ("auto", "rows"):
+        keras.utils.set_random_seed(5)
+        model = own_step(mean, layers.BatchNormalization(synchronized=True), layers.Dropout(0.0))
+        hk.fit(model, x, y, batch_size=8, verbose=0, shuffle=False, loss_scope=loss_scope)
+        noise = keras.random.uniform([2]), tf.random.uniform([2])
+        weights = [value.tolist() for value in model.get_weights()]
+        after.append((random.random(), np.random.random(), weights, *(each.numpy().tolist() for each in noise)))
+    assert after[0] == after[1]
+
+
+def clipped(y, predicted):
+    return tf.sqrt(summed(y, predicted))
+
+
+@pytest.mark.core
+def test_a_train_step_that_compares_rows_is_refused(rng, size):
     x, y = line(rng, 24)
-    model = keras.Sequential([keras.Input((3,)), Entropy(name="entropy_of_batch"), layers.Dense(1)])
-    model.compile("sgd", "mse")
-    hk.fit(model, x, y, batch_size=8, epochs=2, verbose=0)
-    lines = [each for each in capfd.readouterr().err.splitlines() if "add_loss of 'entropy_of_batch'" in each]
-    assert len(lines) == (hk.is_chief() and size > 1)
+    with raises_on_several(hk.HvdkitError, "model: got train_step of OwnStep, whose gradient is neither the mean nor"):
+        hk.fit(own_step(clipped), x, y, batch_size=8, verbose=0)
+    hk.fit(own_step(clipped), x, y, batch_size=8, verbose=0, loss_scope="rows")
+
+    class Noise(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.generator = keras.random.SeedGenerator(1)
+
+        def call(self, x):
+            return x + 0.1 * keras.random.normal(ops.shape(x), seed=self.generator)
+
+    hk.fit(own_step(mean, Noise()), x, y, batch_size=8, verbose=0)  # nothing can be said of it
 
 
 class Summing(keras.Sequential):
@@ -222,16 +344,16 @@ class Summing(keras.Sequential):
         x, y = data
         with tf.GradientTape() as tape:
             loss = tf.nn.compute_average_loss((y - self(x)) ** 2, global_batch_size=8) + 0.0 * SUMMED(y, self(x))
-            loss += tf.reduce_mean(tf.reduce_sum(y - self(x), axis=1))
+            loss += tf.reduce_mean(tf.reduce_sum(y - self(x), axis=1)) + 0.0 * tf.random.normal([])
         self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
         return {"loss": loss}
 
 
-def test_sums_in_a_train_step_are_named(rng, size, capfd):
-    x, y = line(rng, 24)
+def test_sums_in_a_step_that_cannot_be_tested_are_named(rng, size, capfd):
+    x, y = line(rng, 6)
     model = Summing([keras.Input((3,)), layers.Dense(1)])
     model.compile("sgd")
-    hk.fit(model, x, y, batch_size=8, verbose=0)
+    hk.fit(model, x, y, batch_size=size, verbose=0)  # one row per rank
     lines = [each for each in capfd.readouterr().err.splitlines() if "train_step of Summing" in each]
     assert len(lines) == (hk.is_chief() and size > 1)
     assert all("compute_average_loss in line" in each and "SUMMED (reduction='sum')" in each for each in lines)

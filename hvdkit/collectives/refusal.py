@@ -1,0 +1,40 @@
+"""Refuse collectives where only some of the ranks run the code."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from hvdkit.errors import HvdkitError, describe
+
+
+class _Refusal(threading.local):
+    active = False
+
+
+_refusal = _Refusal()
+
+
+@contextlib.contextmanager
+def refusing_collectives() -> Iterator[None]:
+    """Make collectives on this thread raise in this context, which only some of the ranks enter."""
+    before = _refusal.active
+    _refusal.active = True
+    try:
+        yield
+    finally:
+        _refusal.active = before
+
+
+def require_allowed(kind: str) -> None:
+    """Raise if a collective is called inside :func:`refusing_collectives`.
+
+    Args:
+        kind: of the collective, for the message.
+
+    Raises:
+        HvdkitError: it is refused.
+    """
+    if _refusal.active:
+        raise HvdkitError(describe(kind, "a call on one rank", "calls on all ranks", "call it elsewhere"))

@@ -1,0 +1,331 @@
+"""Find out how the gradients of a model's own step combine over ranks: as means of rows, as sums, or not at all.
+
+A ``train_step`` may reduce its loss in any way, and so may layers that call ``add_loss``. With g(S) the gradient of a
+step on rows S, and a batch of parts A and B with a and b rows,
+
+    mean      g(A and B) = (a g(A) + b g(B)) / (a + b)       the ranks' gradients are averaged by rows
+    sum       g(A and B) = g(A) + g(B)                       they are summed
+    neither   rows are compared with each other, or a gradient is used in a way that is not linear
+
+In the first step, before its update, each rank runs the step eagerly on parts of its rows. Optimizers and metrics only
+record what they get, layers with random numbers and BatchNormalization run as in inference, losses that are computed on
+gathered rows are replaced by a mean, and all variables and seeds are restored. The same test is done for the numbers
+that the step passes to metrics or returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import tree
+
+from hvdkit import cluster
+from hvdkit.collectives.conversion import untracked_variable
+from hvdkit.collectives.ops import ReduceOp
+from hvdkit.collectives.refusal import refusing_collectives
+from hvdkit.collectives.tensors import grouped_allreduce
+from hvdkit.errors import HvdkitError, describe, see
+from hvdkit.internals import context
+from hvdkit.keras.attribute_swap import swap_attributes
+from hvdkit.keras.model_optimizers import optimizers_of
+from hvdkit.keras.rank_seeds import global_generator
+from hvdkit.keras.rank_state import state_of
+from hvdkit.keras.shares import data_group
+from hvdkit.sharding.shards import differs_by_rank, is_seed_state
+
+Step = Callable[[Any], Any]
+UNKNOWN = 0
+MEAN = 1
+SUM = 2
+COUPLED = 3
+_NUMBERS = 32  # of the metrics, and of the returned numbers, that are tested
+_TOLERANCE = 1e-4  # relative, of float32 on CPUs
+_GPU_TOLERANCE = 5e-3  # of TensorFloat-32
+_HALF_TOLERANCE = 5e-2
+_INFERENCE = ("keras.src.layers.regularization.", "keras.src.layers.preprocessing.", "keras.src.layers.rnn.")
+
+
+@dataclass
+class _Run:
+    """What a step has computed from some rows: gradients, and sums of the numbers by metric and by name."""
+
+    gradients: list[np.ndarray] = field(default_factory=list)
+    metrics: dict[int, float] = field(default_factory=dict)
+    logs: dict[str, float] = field(default_factory=dict)
+
+
+class StepScope:
+    """The way in which the gradients of a model's ``train_step`` combine.
+
+    Args:
+        model: a Keras model.
+        rescaling: returns the context in which hvdkit runs a step on ``(data, factor)``.
+    """
+
+    def __init__(
+        self, model: Any, rescaling: Callable[[Any, tf.Tensor], contextlib.AbstractContextManager[None]]
+    ) -> None:
+        self._model = model
+        self._rescaling = rescaling
+        self._scopes = untracked_variable(np.zeros(1 + 2 * _NUMBERS, np.int32), tf.int32, "hvdkit_step_scopes")
+        self._is_tested = untracked_variable(False, tf.bool, "hvdkit_step_is_tested")
+        self._metrics: list[Any] = []
+
+    @property
+    def gradient(self) -> int:
+        """How the gradients combine, after the first step."""
+        return int(self._scopes[0])
+
+    def check(self) -> None:
+        """Raise if the gradients of the first step do not combine.
+
+        Raises:
+            HvdkitError: on every rank.
+        """
+        if self.gradient != COUPLED:
+            return
+        name = type(self._model).__name__
+        layers = self._model._flatten_layers(include_self=False)
+        added = [layer.name for layer in layers if not is_of_library(type(layer)) and _calls_add_loss(layer)]
+        got = f"train_step of {name}" + (f", with add_loss of {', '.join(added)}" if added else "")
+        message = describe(
+            "model",
+            f"{got}, whose gradient is neither the mean nor the sum of the gradients of its rows",
+            "a loss of each row, or of all rows of the global batch",
+            "compute what compares rows or divides sums from hk.gather_rows of its inputs, and what uses gradients "
+            "from hk.average_gradients of them; or pass loss_scope='rows' to train with the mean of the ranks' losses",
+        )
+        raise HvdkitError(f"{message}; {see('pitfalls#losses-layers-and-random-numbers')}")
+
+    def tested(self, step: Step, data: Any, metrics: list[Any]) -> tf.Tensor:
+        """Test the step before its first update; return whether its gradients are those of a sum.
+
+        Args:
+            step: the model's own step.
+            data: this rank's rows.
+            metrics: the metrics that average numbers.
+        """
+        leaves = tree.flatten(data)
+        present = [number for number, leaf in enumerate(leaves) if leaf is not None]
+        if not all(isinstance(leaves[number], tf.Tensor) and leaves[number].shape.rank != 0 for number in present):
+            return tf.constant(False)
+        self._metrics = metrics
+
+        def test(*arrays: np.ndarray) -> np.ndarray:
+            copies: list[Any] = [None] * len(leaves)
+            for number, array in zip(present, arrays, strict=True):
+                copies[number] = array
+            return self._test(step, tree.pack_sequence_as(data, copies))
+
+        def decide() -> tf.Tensor:
+            values = [leaves[number] for number in present]
+            if tf.executing_eagerly():
+                found = tf.constant(test(*(value.numpy() for value in values)))
+            else:
+                found = tf.ensure_shape(tf.numpy_function(test, values, tf.int32), self._scopes.shape)
+            return grouped_allreduce([found], ReduceOp.Max, "hvdkit.step_scopes", data_group())[0]
+
+        scopes = tf.cond(self._is_tested, self._scopes.read_value, decide)
+        self._scopes.assign(scopes)
+        self._is_tested.assign(True)
+        return tf.equal(scopes[0], SUM)
+
+    def is_sum(self, metric: Any) -> tf.Tensor | None:
+        """Return whether the numbers that a metric gets are sums over rows; None if it is not tested."""
+        found = self._number_of(metric)
+        return None if found is None else tf.equal(self._scopes[1 + found], SUM)
+
+    def _number_of(self, metric: Any) -> int | None:
+        return next((number for number, each in enumerate(self._metrics[:_NUMBERS]) if each is metric), None)
+
+    def summed_logs(self, logs: Any, ratio: tf.Tensor) -> Any:
+        """Multiply the returned numbers that are sums over rows by ``ratio``: their mean by rows is then their sum."""
+        if not isinstance(logs, dict):
+            return logs
+        names = [name for name in sorted(logs) if _is_number(logs[name])][:_NUMBERS]
+        scaled = dict(logs)
+        for number, name in enumerate(names):
+            value = tf.convert_to_tensor(logs[name])
+            if value.dtype.is_floating:
+                is_sum = tf.equal(self._scopes[1 + _NUMBERS + number], SUM)
+                scaled[name] = tf.where(is_sum, value * tf.cast(ratio, value.dtype), value)
+        return scaled
+
+    # ---- the test -----------------------------------------------------------------------------------------------
+
+    def _test(self, step: Step, data: Any) -> np.ndarray:
+        """Return the scopes that this rank's rows show."""
+        scopes = np.zeros(self._scopes.shape, np.int32)
+        rows = {len(leaf) for leaf in tree.flatten(data) if leaf is not None}
+        number = min(rows)
+        if len(rows) != 1 or number < 2:
+            return scopes
+        half = number // 2
+        try:
+            with self._nothing_remains():
+                runs = [self._run(step, data, *bounds, number) for bounds in [(0, number), (0, half), (half, number)]]
+                again = self._run(step, data, 0, number, number)
+        except Exception:  # e.g. a collective, a fixed batch size, or something that is not possible eagerly
+            return scopes
+        weights = half / number, (number - half) / number
+        tolerance = _tolerance()
+        whole = _joined(runs[0].gradients)
+        if whole.size and _distance(whole, _joined(again.gradients)) <= tolerance:
+            parts = [_joined(run.gradients) for run in runs[1:]]
+            scopes[0] = _scope(whole, parts, weights, tolerance)
+        for index in runs[0].metrics:
+            numbers = [np.array([run.metrics.get(index, np.nan)]) for run in [*runs, again]]
+            if _distance(numbers[0], numbers[3]) <= tolerance:
+                scopes[1 + index] = _scope(numbers[0], numbers[1:3], weights, tolerance)
+        for index, name in enumerate(sorted(runs[0].logs)[:_NUMBERS]):
+            numbers = [np.array([run.logs.get(name, np.nan)]) for run in [*runs, again]]
+            if _distance(numbers[0], numbers[3]) <= tolerance:
+                scopes[1 + _NUMBERS + index] = _scope(numbers[0], numbers[1:3], weights, tolerance)
+        return scopes
+
+    def _run(self, step: Step, data: Any, start: int, stop: int, number: int) -> _Run:
+        """Run the step on some rows, as a rank with these rows of a batch of ``number`` rows."""
+        run = _Run()
+        factor = tf.constant((stop - start) * cluster.group(cluster.DATA).size / number, tf.float64)
+        rows = tree.map_structure(lambda leaf: None if leaf is None else tf.constant(leaf[start:stop]), data)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(refusing_collectives())
+            stack.enter_context(self._rescaling(rows, factor))
+            self._record(stack, run)
+            before = [(v, v.numpy()) for v in self._variables() if not is_seed_state(v)]
+            logs = step(rows)
+            for variable, value in before:
+                variable.assign(value)
+        if isinstance(logs, dict):
+            run.logs = {name: float(value) for name, value in logs.items() if _is_number(value)}
+        return run
+
+    def _record(self, stack: contextlib.ExitStack, run: _Run) -> None:
+        """Make optimizers and metrics record what they get, and layers run as in inference."""
+        model = self._model
+
+        def apply(gradients: Any, *_: Any, **__: Any) -> None:
+            run.gradients += [_dense(gradient) for gradient in gradients if gradient is not None]
+
+        def apply_gradients(pairs: Any, *_: Any, **__: Any) -> None:
+            apply([gradient for gradient, _ in pairs])
+
+        def updated(metric: Any) -> Callable[..., None]:
+            index = self._number_of(metric)
+
+            def update_state(values: Any, *_: Any, **__: Any) -> None:
+                if index is not None and _is_number(values):
+                    run.metrics[index] = run.metrics.get(index, 0.0) + float(values)
+
+            return update_state
+
+        for optimizer in optimizers_of(model):
+            stack.enter_context(swap_attributes(optimizer, apply=apply, apply_gradients=apply_gradients))
+        for metric in {id(each): each for each in [*model.metrics, *self._metrics]}.values():
+            stack.enter_context(swap_attributes(metric, update_state=updated(metric)))
+        stack.enter_context(swap_attributes(model, compute_metrics=lambda *_, **__: {}))
+        for layer in model._flatten_layers(include_self=False):
+            if type(layer).__module__.startswith(_INFERENCE) or isinstance(layer, keras.layers.BatchNormalization):
+                stack.enter_context(swap_attributes(layer, call=_as_in_inference(layer.call)))
+
+    def _variables(self) -> list[Any]:
+        untracked = [each.variable for each in state_of(self._model)]
+        metrics = [v for metric in self._model.metrics for v in metric.variables]
+        unique = {id(v): v for v in [*self._model.variables, *untracked, *metrics]}.values()
+        return [v for v in unique if not differs_by_rank(v)]
+
+    @contextlib.contextmanager
+    def _nothing_remains(self) -> Iterator[None]:
+        """Restore variables, seeds and generators. Functions of the step run eagerly: they may need this thread."""
+        variables = [(v, v.numpy()) for v in self._variables()]
+        generator = global_generator().state
+        seed = generator.numpy()
+        python = random.getstate()
+        arrays = np.random.get_state()
+        operations = context.context()._rng.getstate() if context.context()._rng is not None else None
+        runs_eagerly = tf.config.functions_run_eagerly()
+        tf.config.run_functions_eagerly(True)
+        try:
+            yield
+        finally:
+            tf.config.run_functions_eagerly(runs_eagerly)
+            for variable, value in variables:
+                variable.assign(value)
+            generator.assign(seed)
+            random.setstate(python)
+            np.random.set_state(arrays)
+            if operations is not None:
+                context.context()._rng.setstate(operations)
+
+
+def has_own_step(model: Any) -> bool:
+    """Return True if a model's class has its own training step or loss, or a layer of the user's adds numbers."""
+    classes = type(model).__mro__
+    owners = [next(each for each in classes if name in vars(each)) for name in ("train_step", "compute_loss")]
+    layers = [layer for layer in model._flatten_layers() if not is_of_library(type(layer))]
+    return any(not is_of_library(owner) for owner in owners) or any(map(_calls_add_loss, layers))
+
+
+def is_of_library(owner: type) -> bool:
+    """Return True for a class of Keras, TensorFlow or hvdkit."""
+    return owner.__module__.split(".")[0] in ("keras", "tensorflow", "hvdkit", "builtins")
+
+
+def _calls_add_loss(layer: Any) -> bool:
+    code = getattr(type(layer).call, "__code__", None)
+    return code is not None and "add_loss" in code.co_names
+
+
+def _as_in_inference(call: Callable[..., Any]) -> Callable[..., Any]:
+    def infer(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **{**kwargs, "training": False} if "training" in kwargs else kwargs)
+
+    return infer
+
+
+def _scope(whole: np.ndarray, parts: list[np.ndarray], weights: tuple[float, float], tolerance: float) -> int:
+    """Return the scope of a value, given the values of the parts of a batch."""
+    first, second = parts
+    if not whole.shape == first.shape == second.shape or not np.isfinite(np.concatenate([whole, first, second])).all():
+        return UNKNOWN
+    largest = max(float(np.linalg.norm(each)) for each in (whole, first, second))
+    if largest == 0:
+        return UNKNOWN
+    is_mean = np.linalg.norm(whole - weights[0] * first - weights[1] * second) <= tolerance * largest
+    is_sum = np.linalg.norm(whole - first - second) <= tolerance * largest
+    if is_mean and is_sum:
+        return UNKNOWN
+    return MEAN if is_mean else SUM if is_sum else COUPLED
+
+
+def _tolerance() -> float:
+    if keras.mixed_precision.dtype_policy().compute_dtype in ("float16", "bfloat16"):
+        return _HALF_TOLERANCE
+    return _GPU_TOLERANCE if tf.config.list_logical_devices("GPU") else _TOLERANCE
+
+
+def _distance(first: np.ndarray, second: np.ndarray) -> float:
+    """Return the distance of two vectors relative to the first; infinite if they cannot be compared."""
+    if first.shape != second.shape or not np.isfinite(first).all():
+        return np.inf
+    return float(np.linalg.norm(first - second)) / max(float(np.linalg.norm(first)), 1e-30)
+
+
+def _joined(gradients: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.zeros(0), *(gradient.ravel().astype(np.float64) for gradient in gradients)])
+
+
+def _dense(gradient: Any) -> np.ndarray:
+    array: np.ndarray = tf.convert_to_tensor(gradient).numpy()
+    return array
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (getattr(value, "shape", None) == () and hasattr(value, "dtype"))
