@@ -1,15 +1,16 @@
 """Save and restore through the chief, if ranks do not share a file system.
 
 The chief controls the exchange. It broadcasts the description of the next transfer; then one collective moves about
-1 MiB. A rank therefore holds at most its own part plus one such piece.
+1 MiB. A rank therefore holds at most its own part plus one such piece. No rank leaves the exchange before the chief
+ends it: an error of another rank is raised then, and the rows that it cannot read are transfers of 0 bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,11 +19,12 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.checkpoint.entries import StateTensor
 from hvdkit.checkpoint.tensorfile import BLOCK_BYTES
-from hvdkit.checkpoint.writing import Save, SaveReport, Snapshot
+from hvdkit.checkpoint.writing import CancelledSaveError, Save, SaveReport, Snapshot
 from hvdkit.cluster.agreement import gather
 from hvdkit.collectives import tensors
-from hvdkit.collectives.call_checks import attempt
-from hvdkit.errors import CheckpointError
+from hvdkit.errors import describe
+
+_NOTHING = np.empty(0, np.uint8)
 
 
 class _Transfer(NamedTuple):
@@ -62,9 +64,7 @@ class ThroughChief:
         """Send this rank's part to the chief."""
         self._descriptions(snapshot)
         parts = {tensor.name: tensor for tensor in snapshot.shard_tensors()}
-        for transfer in _follow():
-            is_source = transfer.source == save.rank
-            _exchange(transfer, parts[transfer.name].block(transfer.start, transfer.stop) if is_source else None)
+        _follow(lambda transfer: parts[transfer.name].block(transfer.start, transfer.stop), lambda *_: None)
 
     @staticmethod
     def _descriptions(snapshot: Snapshot) -> list[tuple[list[str], dict[str, str], dict[str, Any]]]:
@@ -73,7 +73,7 @@ class ThroughChief:
         def describe_part() -> tuple[list[str], dict[str, str], dict[str, Any]]:
             return [tensor.name for tensor in snapshot.shard_tensors()], snapshot.metadata(), snapshot.indices()
 
-        return gather(cluster.exchange(), "a save through the chief", describe_part, error=CheckpointError)
+        return gather(cluster.exchange(), "a save through the chief", describe_part, error=CancelledSaveError)
 
 
 def _remote(tensor: StateTensor, rank: int, indices: Mapping[str, Any]) -> StateTensor:
@@ -81,7 +81,12 @@ def _remote(tensor: StateTensor, rank: int, indices: Mapping[str, Any]) -> State
     index = None if tensor.index is None else tuple(range(*axis) for axis in indices[tensor.name])
 
     def rows(start: int, stop: int) -> np.ndarray:
-        received = _perform(_Transfer(tensor.name, start, stop, rank, 0), None)
+        received = _perform(_Transfer(tensor.name, start, stop, rank, 0), _NOTHING)
+        expected = (stop - start) * math.prod(remote.part_shape[1:]) * tensor.dtype.itemsize
+        if len(received) != expected:  # that rank has an error, which it raises at the end of the exchange
+            got = f"{len(received)} bytes from rank {rank}"
+            what = f"rows {start} to {stop} of {tensor.name}"
+            raise CancelledSaveError(describe(what, got, f"{expected}", "see the error of that rank"))
         return received.view(tensor.dtype).reshape(stop - start, *remote.part_shape[1:])
 
     remote = replace(tensor, index=index, rows=rows)
@@ -92,7 +97,7 @@ def send_parts(parts: Iterable[tuple[int, StateTensor, np.ndarray]]) -> None:
     """On the chief: send each part of a tensor to a rank, while the other ranks are in :func:`receive_parts`."""
     with _leading():
         for rank, tensor, part in parts:
-            data = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+            data = _bytes_of(part)
             for start in range(0, len(data), BLOCK_BYTES):
                 stop = min(start + BLOCK_BYTES, len(data))
                 _perform(_Transfer(tensor.name, start, stop, 0, rank), data[start:stop])
@@ -102,19 +107,17 @@ def receive_parts(tensors: Sequence[StateTensor], assign: Callable[[StateTensor,
     """On another rank: take part in the transfers of :func:`send_parts`, and assign each part that is complete."""
     by_name = {tensor.name: tensor for tensor in tensors}
     parts: dict[str, np.ndarray] = {}
-    problems: list[Exception] = []
-    for transfer in _follow():
-        data = _exchange(transfer, None)
-        if transfer.target == cluster.rank():
-            tensor = by_name[transfer.name]
-            part = parts.setdefault(transfer.name, np.empty(tensor.part_shape, tensor.dtype))
-            part.reshape(-1).view(np.uint8)[transfer.start : transfer.stop] = data
-            if transfer.stop == part.nbytes:
-                problem = attempt(partial(assign, tensor, parts.pop(transfer.name)))
-                problems += [] if problem is None else [problem]
-            del part  # do not keep it while other ranks receive theirs
-    if problems:  # only now: other ranks wait for this one in every transfer
-        raise problems[0]
+
+    def store(transfer: _Transfer, data: np.ndarray) -> None:
+        tensor = by_name[transfer.name]
+        if transfer.start == 0:
+            parts[transfer.name] = np.empty(tensor.part_shape, tensor.dtype)
+        flat = parts[transfer.name].reshape(-1).view(np.uint8)
+        flat[transfer.start : transfer.stop] = data
+        if transfer.stop == len(flat):
+            assign(tensor, parts.pop(transfer.name))
+
+    _follow(lambda _: _NOTHING, store)
 
 
 @contextlib.contextmanager
@@ -128,23 +131,48 @@ def _leading() -> Iterator[None]:
     cluster.exchange().broadcast(_End(), 0)
 
 
-def _follow() -> Iterator[_Transfer]:
-    """Yield the chief's transfers on another rank, which must take part in each."""
-    while not isinstance(message := cluster.exchange().broadcast(None, 0), _End):
-        yield message
+def _follow(read: Callable[[_Transfer], np.ndarray], store: Callable[[_Transfer, np.ndarray], None]) -> None:
+    """Take part in the chief's transfers on another rank, until the chief ends the exchange.
+
+    Args:
+        read: returns the data of a transfer from this rank.
+        store: receives the data of a transfer to this rank.
+
+    Raises:
+        Exception: the exception of ``read`` or ``store``, at the end: other ranks wait for this one in every transfer.
+    """
+    problem: Exception | None = None
+    while not isinstance(transfer := cluster.exchange().broadcast(None, 0), _End):
+        sent = _NOTHING
+        if transfer.source == cluster.rank() and problem is None:
+            try:
+                sent = _bytes_of(read(transfer))
+            except Exception as error:
+                problem = error
+        received = _exchange(transfer, sent)
+        if transfer.target == cluster.rank() and problem is None:
+            try:
+                store(transfer, received)
+            except Exception as error:
+                problem = error
+    if problem is not None:
+        raise problem
 
 
-def _perform(transfer: _Transfer, data: np.ndarray | None) -> np.ndarray:
+def _perform(transfer: _Transfer, sent: np.ndarray) -> np.ndarray:
     """Broadcast a transfer and take part in it, on the chief; return the bytes received."""
     cluster.exchange().broadcast(transfer, 0)
-    return _exchange(transfer, data)
+    return _exchange(transfer, sent)
 
 
-def _exchange(transfer: _Transfer, data: np.ndarray | None) -> np.ndarray:
+def _exchange(transfer: _Transfer, sent: np.ndarray) -> np.ndarray:
     """Move bytes from one rank to another; a collective over all ranks."""
-    flat = np.empty(0, np.uint8) if data is None else np.ascontiguousarray(data).reshape(-1).view(np.uint8)
     splits = np.zeros(cluster.size(), np.int32)
-    splits[transfer.target] = len(flat)
+    splits[transfer.target] = len(sent)
     with tf.device("/CPU:0"):
-        received, _ = tensors.alltoall(tf.constant(flat), tf.constant(splits), "hvdkit.checkpoint")
+        received, _ = tensors.alltoall(tf.constant(sent), tf.constant(splits), "hvdkit.checkpoint")
     return np.asarray(received)
+
+
+def _bytes_of(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -13,7 +13,7 @@ from hvdkit.checkpoint.chief_io import ThroughChief
 from hvdkit.checkpoint.entries import State
 from hvdkit.checkpoint.folder import check_replaceable, tidy
 from hvdkit.checkpoint.manifest import step_of
-from hvdkit.checkpoint.rank_checks import agreed_state, check_shared, run_on_chief
+from hvdkit.checkpoint.rank_checks import agreed_state, check_shared
 from hvdkit.checkpoint.writing import CancelledSaveError, Save, SharedFolder, Snapshot
 from hvdkit.cluster import agreement
 from hvdkit.errors import CheckpointError, HvdkitError, NonFiniteError, describe, integer
@@ -78,16 +78,42 @@ def save(path: str | Path, state: Mapping[str, Any], *, step: int | None = None,
         check_replaceable(path)
         return secrets.token_hex(4)
 
-    token = run_on_chief("hk.checkpoint.save()", prepare)
+    snapshot, token = take_snapshot("hk.checkpoint.save()", flattened, prepare)
     if not gather:
         check_shared(path.parent)
-    finish(start_save(path, flattened, step=step, token=token, gather=gather))
+    finish(start_save(path, snapshot, step=step, token=token, gather=gather))
     return path
+
+
+def take_snapshot(
+    kind: str, state: State, prepare: Callable[[], str], *, in_place: bool = True
+) -> tuple[Snapshot, str]:
+    """Return this rank's snapshot, and the token from ``prepare`` of the chief. Every rank calls it.
+
+    Args:
+        kind: a description for messages; the same on every rank.
+        state: the state that all ranks have agreed on.
+        prepare: called on the chief; returns the token for :func:`start_save`.
+        in_place: the state does not change until the save is complete.
+
+    Raises:
+        Exception: on this rank: its state cannot be read or, on the chief, the exception that ``prepare`` raised.
+        CheckpointError: on other ranks; the message names that rank and its exception.
+    """
+
+    def take() -> tuple[Snapshot, str]:
+        token = prepare() if cluster.is_chief() else ""
+        return Snapshot.of(state, cluster.rank(), in_place=in_place), token
+
+    (snapshot, _), tokens = agreement.run_and_describe(
+        cluster.exchange(), kind, take, lambda taken: taken[1], error=CheckpointError
+    )
+    return snapshot, tokens[0]
 
 
 def start_save(
     target: Path,
-    state: State,
+    snapshot: Snapshot,
     *,
     step: int,
     token: str,
@@ -96,22 +122,22 @@ def start_save(
     before_commit: Callable[[], None] = lambda: None,
     after_commit: Callable[[], None] = lambda: None,
 ) -> Save:
-    """Take a snapshot and start writing it; return the save, for :func:`finish`. Every rank calls it.
+    """Start writing a snapshot; return the save, for :func:`finish`. Every rank calls it.
 
     Args:
         target: the checkpoint's folder.
-        state: the state that all ranks have agreed on.
+        snapshot: this rank's part, from :func:`take_snapshot`.
         step: steps trained.
-        token: see :class:`~hvdkit.checkpoint.writing.Save`, also for ``before_commit`` and ``after_commit``.
+        token: from :func:`take_snapshot`.
         gather: the chief writes everything; returns when that is over.
-        background: the state may change while it is written.
+        background: training continues during the save.
+        before_commit, after_commit: see :class:`~hvdkit.checkpoint.writing.Save`.
     """
-    rank = cluster.rank()
     return Save(
         target,
-        Snapshot.of(state, rank, in_place=gather or not background),
+        snapshot,
         step=step,
-        rank=rank,
+        rank=cluster.rank(),
         size=cluster.size(),
         token=token,
         transport=ThroughChief() if gather else SharedFolder(),

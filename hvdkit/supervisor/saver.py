@@ -13,8 +13,8 @@ from typing import Any
 from hvdkit import cluster
 from hvdkit.checkpoint.folder import prune
 from hvdkit.checkpoint.manifest import step_name
-from hvdkit.checkpoint.rank_checks import agreed_state, run_on_chief
-from hvdkit.checkpoint.saving import SaveProgress, all_ranks_done, finish, progress_of, start_save
+from hvdkit.checkpoint.rank_checks import agreed_state
+from hvdkit.checkpoint.saving import SaveProgress, all_ranks_done, finish, progress_of, start_save, take_snapshot
 from hvdkit.checkpoint.writing import Save
 from hvdkit.cluster.logs import get_logger
 from hvdkit.cluster.progress import spending
@@ -94,11 +94,17 @@ class Saver:
         target = self._folder / step_name(step)
         self._report_loss()
         with spending("save"):
+            snapshot, token = take_snapshot(
+                "a save",
+                agreed_state(self._state()),
+                lambda: secrets.token_hex(4),
+                in_place=self._gather or not self._asynchronous,
+            )
             self._save = start_save(
                 target,
-                agreed_state(self._state()),
+                snapshot,
                 step=step,
-                token=run_on_chief("a save", lambda: secrets.token_hex(4)),
+                token=token,
                 gather=self._gather,
                 background=self._asynchronous,
                 before_commit=self._permitted,

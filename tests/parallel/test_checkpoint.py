@@ -7,6 +7,7 @@ import random
 import resource
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 
 import keras
@@ -398,6 +399,46 @@ def test_a_chief_that_cannot_write_for_all_tells_all(shared_path, rank):
         )
     assert all("not saved, rank 0 failed: " in text and "(File too large)" in text for text in errors)
     assert not [*shared_path.iterdir()]
+
+
+@GATHER
+def test_a_rank_that_cannot_read_its_rows_fails_the_save_on_all(shared_path, gather, rank, size):
+    victim = size - 1
+    table = Cut(numbers((1000 * size, 512), 3), "div")  # two transfers of each rank through the chief
+
+    def save() -> Path:
+        return hk.checkpoint.save(shared_path / "a", {"before": tf.Variable(1.0), "t": table}, gather=gather)
+
+    for readable in (0, 600):
+        if rank == victim:
+            table.read_rows = partial(_rows_until, table.local.numpy(), readable)
+        errors = raises_on_every_rank(hk.CheckpointError, save)
+        assert all(f"not saved, rank {victim} failed: LookupError: the rows are gone" in text for text in errors)
+        assert not [*shared_path.iterdir()]
+    if rank == victim:
+        table.read_rows = None
+        local = table.local
+        table.local = local.numpy().view(Gone)
+    errors = raises_on_every_rank((hk.CheckpointError, LookupError), save)
+    start = f"hk.checkpoint.save(): rank {victim} raised LookupError: "
+    assert {text.removeprefix(start) for text in errors} == {"the rows are gone"}
+    assert not [*shared_path.iterdir()]
+    if rank == victim:
+        table.local = local
+    assert save() == shared_path / "a"
+
+
+def _rows_until(array: np.ndarray, end: int, start: int, stop: int) -> np.ndarray:
+    if stop > end:
+        raise LookupError("the rows are gone")
+    return array[start:stop]
+
+
+class Gone(np.ndarray):
+    """An array that cannot be read."""
+
+    def copy(self, order="C"):
+        raise LookupError("the rows are gone")
 
 
 # --- folders
