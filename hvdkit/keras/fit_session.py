@@ -35,6 +35,7 @@ from hvdkit.keras.rank_seeds import global_generator, rank_seeds, spread_seeds
 from hvdkit.keras.rank_state import compare_constants, compare_state, digests_of, state_of
 from hvdkit.keras.shares import Shares
 from hvdkit.keras.strategies import leave_strategy
+from hvdkit.keras.supervised_fit import end_supervision
 from hvdkit.keras.train_steps import ShareSteps, Step
 from hvdkit.layers import average_moving_statistics, synchronize_batch_normalization
 from hvdkit.optimizer.equal_ranks import checked
@@ -175,6 +176,7 @@ class FitSession:
             return
         if (release := end_of_plain_fit.get(self.model)) is not None:
             release()
+        end_supervision(self.model)
         compare_optimizers(self.model)
         if not self._is_compared and cluster.size() > 1:
             compare_constants(self.model)
@@ -207,6 +209,7 @@ class FitSession:
                     raise
                 raise explained from (error if isinstance(explained, ClusterError) else error.__cause__)
             finally:
+                end_supervision(model)
                 self._is_running = False
                 self._functions = {name: vars(model).get(name) for name in _FUNCTIONS}
 

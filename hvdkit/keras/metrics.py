@@ -8,7 +8,8 @@ import keras
 import numpy as np
 
 from hvdkit.collectives import Sum, grouped_allreduce
-from hvdkit.keras.plain_fit import CheckedCallback, is_supervised
+from hvdkit.keras.plain_fit import CheckedCallback
+from hvdkit.keras.supervised_fit import is_supervised
 from hvdkit.layers.batch_norm import average_temporarily, synchronize_batch_normalization
 from hvdkit.optimizer.mixins import ranks_of
 from hvdkit.supervisor.divergence import check_first_update

@@ -19,13 +19,14 @@ from hvdkit.cluster.agreement import compare, gather
 from hvdkit.cluster.logs import get_logger
 from hvdkit.collectives.conversion import untracked_variable
 from hvdkit.collectives.digests import digest_in_any_order
-from hvdkit.collectives.weak_registry import Attached, WeakRegistry
+from hvdkit.collectives.weak_registry import Attached
 from hvdkit.errors import ClusterError
 from hvdkit.keras.attribute_swap import exchange_attributes
 from hvdkit.keras.chief import is_on_chief
 from hvdkit.keras.fit_session import end_of_plain_fit, is_running
 from hvdkit.keras.model_optimizers import optimizers_of
 from hvdkit.keras.rank_state import compare_state, digests_of, state_of
+from hvdkit.keras.supervised_fit import is_supervised
 from hvdkit.layers.batch_norm import average_moving_statistics, check_batch_normalization
 from hvdkit.optimizer.callback_paths import check_paths, written_paths
 from hvdkit.optimizer.equal_ranks import (
@@ -39,18 +40,6 @@ from hvdkit.optimizer.equal_ranks import (
 from hvdkit.optimizer.mixins import ranks_of
 from hvdkit.sharding.vocabulary import warn_of_full_buckets
 from hvdkit.watchdog.reporter import reporter
-
-_SUPERVISED: WeakRegistry[bool] = WeakRegistry()  # models
-
-
-def set_supervised(model: keras.Model, supervised: bool) -> None:
-    """Mark a model whose ``fit`` a Supervisor runs: it saves each rank's moving statistics before averaging them."""
-    _SUPERVISED.set(model, supervised)
-
-
-def is_supervised(model: keras.Model) -> bool:
-    """Return True while a Supervisor runs the model's ``fit``."""
-    return bool(_SUPERVISED.get(model))
 
 
 class CheckedCallback(keras.callbacks.Callback):

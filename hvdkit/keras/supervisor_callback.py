@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 from hvdkit import cluster
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import HvdkitError, describe
-from hvdkit.keras.plain_fit import CheckedCallback, set_supervised
+from hvdkit.keras.fit_session import is_running
+from hvdkit.keras.plain_fit import CheckedCallback
 from hvdkit.keras.step_callbacks import stateful_callbacks
+from hvdkit.keras.supervised_fit import begin_supervision, end_supervision
 from hvdkit.sharding.shards import AnyVariable
 from hvdkit.supervisor.session import Supervisor
 
@@ -101,7 +103,7 @@ class SupervisorCallback(CheckedCallback):
             **self._options,
         )
         self.supervisor.enter_fit()
-        set_supervised(self.model, True)
+        begin_supervision(self.model, of_plain_fit=not is_running(self.model))
         self._set_initial_epoch()
 
     def _set_initial_epoch(self) -> None:
@@ -127,6 +129,7 @@ class SupervisorCallback(CheckedCallback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Start counting the batches of this epoch."""
         super().on_epoch_begin(epoch, logs)
+        self.model._initial_epoch = None  # has been read, and is not for the fit of a callback
         self._epoch_steps = 0
         self._epoch.begin(epoch, self._session.global_step)
 
@@ -174,8 +177,7 @@ class SupervisorCallback(CheckedCallback):
         self._end_session()
 
     def _end_session(self) -> None:
-        self.model._initial_epoch = None
-        set_supervised(self.model, False)
+        end_supervision(self.model)
         self._session.__exit__(None, None, None)
 
     @property

@@ -16,6 +16,7 @@ import pytest
 import tensorflow as tf
 
 import hvdkit as hk
+from hvdkit.keras.supervised_fit import is_supervised
 
 X = np.random.default_rng(3).normal(size=(96, 6)).astype(np.float32)
 Y = (X @ np.arange(6, dtype=np.float32))[:, None]
@@ -188,6 +189,55 @@ def test_a_signal_in_the_last_step_of_an_epoch_ends_fit_after_its_validation(sha
     step, evaluations, epochs = stopped_by_a_signal(shared_path / "run", 2 * STEPS, with_hk=with_hk)
     assert step == 2 * STEPS
     assert (evaluations, epochs) == (2, 2)
+
+
+class Fails(keras.callbacks.Callback):
+    """Raises in one hook."""
+
+    def __init__(self, hook: str):
+        super().__init__()
+        setattr(self, hook, self.fail)
+
+    def fail(self, *args, **kwargs):
+        raise LookupError("a bug")
+
+
+class FitsAgain(keras.callbacks.Callback):
+    """Calls the model's ``fit`` after an epoch."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.history = self.model.fit(X[:8], Y[:8], verbose=0)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("with_hk", [False, True], ids=["fit", "hk.fit"])
+def test_a_fit_after_one_that_raised_starts_at_its_own_epoch(shared_path, with_hk):
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+    model.compile(hk.DistributedOptimizer(keras.optimizers.SGD(0.002)), "mse", run_eagerly=True)
+
+    def fit(with_hk, *callbacks, epochs=2):
+        options = {"batch_size": 48, "epochs": epochs, "callbacks": callbacks, "verbose": 0}
+        if with_hk:
+            return hk.fit(model, X, Y, **options).epoch
+        return model.fit(X[hk.rank() :: hk.size()], Y[hk.rank() :: hk.size()], **options).epoch
+
+    def supervisor():
+        return hk.callbacks.SupervisorCallback(shared_path, save_model_secs=None)
+
+    fit(with_hk, supervisor())
+    for next_with_hk, failing in (
+        (False, [supervisor(), Fails("on_train_begin")]),
+        (True, [supervisor(), Fails("on_train_batch_end")]),
+        (False, [Fails("on_epoch_begin"), supervisor()]),
+        (True, [Fails("on_train_end"), supervisor()]),
+    ):
+        with pytest.raises(LookupError, match="a bug"):
+            fit(with_hk, *failing, epochs=3)
+        assert fit(next_with_hk) == [0, 1]
+        assert not is_supervised(model) and "fit" not in vars(model)
+    again = FitsAgain()
+    assert fit(with_hk, supervisor(), again, epochs=4)[-1] == 3
+    assert again.history.epoch == [0]
 
 
 def test_the_epochs_metrics_are_written_once(parts, whole):
