@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import numbers
 
-_WHITESPACE = "\n\t"
-
 
 class HvdkitError(RuntimeError):
     """Base class of errors that concern the job rather than an argument.
@@ -40,9 +38,12 @@ class HvdkitError(RuntimeError):
     # Exception; otherwise it raises a StagingError, which callers cannot catch by name.
     __init__ = Exception.__init__
 
+    # Characters that are not escaped: errors may quote other errors, which may have several lines.
+    _kept = "\n\t"
+
     def __str__(self) -> str:
-        """Return the message. Text from files in it cannot send commands to a terminal."""
-        return printable(super().__str__(), keep=_WHITESPACE)
+        """Return the message; each argument is a line. Text from files in it cannot send commands to a terminal."""
+        return "\n".join(printable(line, keep=self._kept) for line in self.args)
 
 
 class ClusterError(HvdkitError):
@@ -95,6 +96,7 @@ class CheckpointError(HvdkitError):
     """
 
     page = "checkpoints"
+    _kept = ""  # names from files may have line ends
 
 
 class CorruptCheckpointError(CheckpointError):
@@ -137,6 +139,7 @@ class DataError(HvdkitError):
     """
 
     page = "data#bad-files"
+    _kept = ""  # names from files may have line ends
 
 
 class PlanError(HvdkitError):
@@ -194,7 +197,7 @@ def describe(argument: str, got: object, expected: str, remedy: str) -> str:
         'splits: got [1, 2], expected one entry per rank (4); pass 4 row counts'
     """
     shown = got if isinstance(got, str) else repr(got)
-    return printable(f"{argument}: got {shown}, expected {expected}; {remedy}", keep=_WHITESPACE)
+    return printable(f"{argument}: got {shown}, expected {expected}; {remedy}")
 
 
 def printable(text: object, *, keep: str = "") -> str:

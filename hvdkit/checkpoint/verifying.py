@@ -90,7 +90,7 @@ def verify(path: str | Path, *, progress: Progress = lambda _: None) -> Verified
     if not all_problems:
         return total
     is_corrupt = any(isinstance(problem, CorruptCheckpointError) for problem in all_problems)
-    raise (CorruptCheckpointError if is_corrupt else CheckpointError)("\n".join(map(str, all_problems)))
+    raise (CorruptCheckpointError if is_corrupt else CheckpointError)(*map(str, all_problems))
 
 
 def bytes_to_verify(path: str | Path) -> int:

@@ -135,18 +135,19 @@ def test_a_missing_value_names_the_row_and_the_remedy(tmp_path):
 def test_text_from_data_files_is_escaped(tmp_path):
     """Values, names of columns and names of files may contain commands for the terminal."""
     evil = "\x1b]0;title\x07\x9b31m\u202e"
+    name = f"{evil}\n[rank 0] intact\r\t\x85\u2028"
     (tmp_path / "value.csv").write_text(f"1,2\n3,4{evil}\n")
     (tmp_path / "clicks.tsv").write_text("\t".join([f"1{evil}", *["5"] * 13, *["ab"] * 26]) + "\n")
-    (tmp_path / f"name{evil}.csv").write_text("1,x\n")
+    (tmp_path / f"name{name}.csv").write_text("1,x\n")
     pq.write_table(pa.table({"a": [1]}), tmp_path / "a.parquet")
-    pq.write_table(pa.table({f"b{evil}": ["x"]}), tmp_path / "b.parquet")
-    pq.write_table(pa.table({"c": [{f"d{evil}": 1}]}), tmp_path / "c.parquet")
+    pq.write_table(pa.table({f"b{name}": ["x"]}), tmp_path / "b.parquet")
+    pq.write_table(pa.table({"c": [{f"d{name}": 1}]}), tmp_path / "c.parquet")
     numbers = {"a": np.int64, "b": np.int64}
     for read in (
         lambda: hk.data.delimited(tmp_path / "value.csv", numbers),
         lambda: hk.data.criteo(tmp_path / "clicks.tsv"),
-        lambda: hk.data.delimited(tmp_path / f"name{evil}.csv", numbers),
-        lambda: hk.data.npy(tmp_path / f"missing{evil}.npy"),
+        lambda: hk.data.delimited(tmp_path / f"name{name}.csv", numbers),
+        lambda: hk.data.npy(tmp_path / f"missing{name}.npy"),
         lambda: hk.data.parquet([tmp_path / "a.parquet", tmp_path / "b.parquet"]),
         lambda: hk.data.parquet(tmp_path / "c.parquet"),
     ):

@@ -342,3 +342,36 @@ def test_text_from_files_is_escaped(one, capfd):
     assert printable(shown, keep="\n") == shown
     assert r"v\x1b]0;title\x07\x9b31m\u202e\n\r" in shown and r"sharded \x1b]0" in shown
     hk.checkpoint.verify(one)
+
+
+def test_a_name_with_line_ends_adds_no_line_to_an_error(whole, tmp_path):
+    """The line could be one that hvdkit writes itself, such as "[rank 0] intact"."""
+    logdir = tmp_path / "run\n[rank 0] intact\r\u2028"
+    logdir.mkdir()
+    path = copied(whole, logdir)
+
+    def rename(content: dict[str, Any]) -> None:
+        content["variables"]["v\nintact"] = content["variables"].pop("w")
+        content["variables"]["table"]["partition"] = "\nintact"
+
+    edited(path, rename)
+    for act in (
+        lambda: hk.checkpoint.verify(path),
+        lambda: hk.checkpoint.restore(path, {"v\nintact": np.zeros(4, np.float32)}),
+        lambda: hk.checkpoint.restore(path, {"table": np.zeros(4, np.float32)}),
+        lambda: hk.checkpoint.restore(path, {"other": 1}),
+        lambda: hk.checkpoint.restore(logdir / "other", {"other": 1}),
+        lambda: hk.checkpoint.inspect(logdir / "other"),
+        lambda: hk.checkpoint.save(path / "manifest.json" / "x", {"other": 1}),
+        lambda: hk.checkpoint.save(logdir / "step-000000001", {"other": 1}, step=2),
+        lambda: hk.checkpoint.export_npy(path, logdir / "to", names=["nothing"]),
+    ):
+        with cluster.alone(), pytest.raises((hk.HvdkitError, ValueError, OSError)) as error:
+            act()
+        assert str(error.value).isprintable()
+    for file in path.glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(hk.CorruptCheckpointError) as error:
+        hk.checkpoint.verify(path)
+    lines = str(error.value).split("\n")
+    assert len(lines) > 1 and all(line.startswith(printable(path)) for line in lines), lines
