@@ -25,7 +25,7 @@ WORKERS = HERE / "workers"
 BIN = Path(sys.executable).parent
 UNAVAILABLE = "not available: "  # prefix of a worker's last line if its variant is unavailable
 _TAG = re.compile(r"\n?\[\d+,\d+\]<std\w+>:")  # Open MPI's tag before each piece of a rank's output
-_RUN_ID = "HVDKIT_BENCH_RUN"
+_RUN_ID = "BENCHMARK_RUN_ID"
 _PLACE = ("OMPI_", "PMIX_", "PMI_", "HOROVOD_", "HVDKIT_", "TF_CONFIG")
 
 

@@ -22,6 +22,7 @@ from hvdkit.cluster.rank_facts import gather_rank_facts
 from hvdkit.errors import ClusterError, describe
 from hvdkit.machine import processes
 from hvdkit.machine.cores import affinity
+from hvdkit.machine.environment import ineffective_settings
 from hvdkit.machine.launcher import launched_rank
 from hvdkit.profiling.settings import ProfileSettings
 from hvdkit.watchdog.ending import EngineEnd, ending
@@ -135,6 +136,8 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
     rank = hvd.rank()
     size = hvd.size()
     logs.configure(rank, size)
+    if rank == 0 and (warning := ineffective_settings(os.environ)) is not None:
+        logs.warn_once(warning)
     order = CallOrder()
     exchange = ObjectExchange(hvd, communicator, order=order)
     end_horovod = EngineEnd(hvd.shutdown)

@@ -55,6 +55,18 @@ def test_a_launcher_started_by_a_process_that_was_alone():
     assert job.code == 0 and "rank 0 of 2" in job.output and "rank 1 of 2" in job.output, job.output
 
 
+def test_a_variable_that_is_no_setting_is_named_once():
+    names = {"HVDKIT_CHECK": "1", "HVDKIT_LOGLEVEL": "DEBUG", "HVDKIT_LOG_LEVEL": "INFO", "HVDKIT_X\n": ""}
+    job = run("import hvdkit as hk\nhk.init(); hk.shutdown(); hk.init()", MPI, 2, **names)
+    warnings = [line for line in job.output.splitlines() if "HVDKIT_" in line]
+    assert job.code == 0 and len(warnings) == 1 and warnings[0].startswith("[1,0]<stderr>:"), job.output
+    assert warnings[0].partition(":")[2] == (
+        "HVDKIT_CHECK was removed (ranks in different collectives are always named), HVDKIT_LOGLEVEL is unknown (did "
+        r"you mean HVDKIT_LOG_LEVEL?), HVDKIT_X\n is unknown: set in the environment without effect; see `hvdkit docs "
+        "settings`"
+    )
+
+
 ORDERS = [
     ("hvdkit", "mpi4py.MPI", "tensorflow"),
     pytest.param(("tensorflow", "hvdkit", "mpi4py.MPI"), marks=pytest.mark.nightly),

@@ -208,7 +208,7 @@ def marked() -> list[int]:
             environment = (folder / "environ").read_bytes()
         except OSError:
             continue
-        if b"HVDKIT_BENCH_RUN=" in environment and f"PYTEST_CURRENT_TEST={here()}".encode() in environment:
+        if b"BENCHMARK_RUN_ID=" in environment and f"PYTEST_CURRENT_TEST={here()}".encode() in environment:
             found.append(int(folder.name))
     return found
 

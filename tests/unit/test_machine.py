@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import psutil
@@ -10,6 +11,7 @@ from helpers.cases import case
 
 from hvdkit.commands.doctor import host_checks
 from hvdkit.machine.cores import affinity, available_cores, core_quota
+from hvdkit.machine.environment import _HVDKIT_VARIABLES, _REMOVED, ineffective_settings
 from hvdkit.machine.memory import available_memory, total_memory
 
 ROOT = Path(__file__).parents[2]
@@ -103,3 +105,14 @@ def test_each_fact_is_read_in_machine_only():
                 assert node.attr not in READERS, f"{name}:{node.lineno} reads {node.attr}: ask hvdkit.machine"
             elif isinstance(node, ast.Constant):
                 assert node.value not in FILES, f"{name}:{node.lineno} reads {node.value}: ask hvdkit.machine"
+
+
+def test_every_variable_that_hvdkit_reads_is_known():
+    read = set()
+    for path in (ROOT / "hvdkit").rglob("*.py"):
+        if path.name != "environment.py":
+            read |= set(re.findall(r"HVDKIT_[A-Z_]*[A-Z]\b", path.read_text()))
+    assert read == set(_HVDKIT_VARIABLES)
+    assert ineffective_settings(dict.fromkeys([*read, "HVDKIT_TEST_RECORDS", "HVDKITS", "PATH"], "1")) is None
+    for name in _REMOVED:
+        assert f"{name} was removed" in str(ineffective_settings({name: ""}))
