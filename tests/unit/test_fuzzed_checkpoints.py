@@ -7,6 +7,7 @@ that many random changes; by default a few are tried, the same ones every time.
 from __future__ import annotations
 
 import copy
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,7 @@ def test_random_changes_give_right_values_or_an_error_that_names_the_file(whole,
     st.booleans(),
 )
 @example("manifest.json", 0, b"\xff\xfe", False)
+@example("manifest.json", 1, b"\r", False)  # the same JSON
 def test_random_bytes_give_right_values_or_an_error_that_names_the_file(whole, tmp_path_factory, name, at, new, cut):
     path = copied(whole, tmp_path_factory.mktemp("fuzz"))
     content = (path / name).read_bytes()
@@ -78,7 +80,8 @@ def test_random_bytes_give_right_values_or_an_error_that_names_the_file(whole, t
     (path / name).write_bytes(changed)
     with bounded_memory():
         errors = outcomes(path)
-    assert changed == content or len(errors) >= 3  # inspect does not read tensors
+    if len(errors) < 3:  # inspect does not read tensors
+        assert changed == content or (name == NAME and json.loads(changed) == json.loads(content))
 
 
 class State:
