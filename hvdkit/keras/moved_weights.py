@@ -92,6 +92,9 @@ def _depends_on_own_gradient(value: Any, batch: Sequence[tf.Tensor]) -> bool:
         if is_gradient and tensor.ref() in batch_references:
             return True
         op = tensor.op
+        if op.type == "IdentityN":  # of a custom gradient, as of hk.allreduce: results and arguments
+            pending.append((op.inputs[tensor.value_index], is_gradient))
+            continue
         if op.type == "Placeholder":
             outer = [outside for outside, inside in tensor.graph.captures if inside is tensor]
             is_argument = not outer and tensor.graph not in graphs  # of a function that the step calls

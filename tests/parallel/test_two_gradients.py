@@ -127,6 +127,11 @@ class ByAveragedGradients(ByGradients):
         return hk.average_gradients(super().gradients(x, y))
 
 
+class ByReducedGradients(ByGradients):
+    def gradients(self, x, y):
+        return [hk.allreduce(grad) for grad in super().gradients(x, y)]
+
+
 class ByAveragedGradientsOfAFunction(ByAveragedGradients):
     gradients = tf.function(ByAveragedGradients.gradients)
 
@@ -151,7 +156,7 @@ def test_moves_by_a_gradient_of_the_rows_of_a_rank_get_a_warning(rng, warned):
     x, y = line(rng)
     own = [ByGradients, ByGradientsOfAFunction, ByAFunction]
     found = []
-    for kind in (*own, ByAveragedGradients, ByAveragedGradientsOfAFunction, ByNothing):
+    for kind in (*own, ByReducedGradients, ByAveragedGradients, ByAveragedGradientsOfAFunction, ByNothing):
         inputs = keras.Input((3,))
         model = kind(inputs, keras.layers.Dense(1)(keras.layers.Dense(8, "tanh")(inputs)))
         model.compile(keras.optimizers.SGD(0.1), "mse")
