@@ -12,7 +12,7 @@ variables do not: averages of weights, target networks, constraints, weights tha
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -51,14 +51,13 @@ def warning_of_moved_weights(model: keras.Model, data: Any) -> Iterator[None]:
     if not tf.inside_function() or not cluster.is_chief() or cluster.group(cluster.DATA).size == 1:
         yield
         return
-    batch = [x for x in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(x)]
     found: list[str] = []
 
     def watched(variable: keras.Variable) -> Callable[[Any], Any]:
         assign = variable.assign
 
         def watched_assign(value: Any) -> Any:
-            if not found and tf.is_tensor(value) and _depends_on_own_gradient(value, batch):
+            if not found and tf.is_tensor(value) and depends_on_rows(value, data, is_gradient=False):
                 found.append(variable_name(variable))
             return assign(value)
 
@@ -78,13 +77,20 @@ def warning_of_moved_weights(model: keras.Model, data: Any) -> Iterator[None]:
         )
 
 
-def _depends_on_own_gradient(value: Any, batch: Sequence[tf.Tensor]) -> bool:
-    """Return True if a value depends on a gradient of ``batch`` that no collective has combined."""
+def depends_on_rows(value: Any, data: Any, *, is_gradient: bool) -> bool:
+    """Return True if a value depends on a gradient of the rows of a batch, which no collective has combined.
+
+    Args:
+        value: a tensor of the graph of a step, or several.
+        data: the batch of the step.
+        is_gradient: True if ``value`` counts as a gradient, so that any dependence on the batch is found.
+    """
+    batch = [x for x in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(x)]
     graphs = {x.graph for x in batch}  # of the step, whose other arguments are not the batch
     batch_references = {x.ref() for x in batch}
     libraries: dict[int, dict[str, Any]] = {}
     seen: set[tuple[tf.Operation, bool]] = set()
-    pending = [(tensor, False) for tensor in tf.nest.flatten(value, expand_composites=True)]
+    pending = [(tensor, is_gradient) for tensor in tf.nest.flatten(value, expand_composites=True)]
     while pending:
         tensor, is_gradient = pending.pop()
         if not tf.is_symbolic_tensor(tensor):  # a constant

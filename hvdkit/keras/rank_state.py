@@ -55,9 +55,9 @@ def synchronize(variables: AnyVariable | Iterable[AnyVariable], rule: Rule) -> N
         "chief"   v_0                       what the chief's rows give, such as a queue of samples
 
     The first two give the value of one process for the updates on the right. A moving average of sums over rows is
-    neither: pass these sums through ``hk.allreduce`` in the layer. So does a layer that reads the state after its
-    update in the same step, which is still that of its rank's rows. Plain ``fit`` and training loops do not apply the
-    rule.
+    neither: pass these sums through ``hk.allreduce`` in the layer. Do the same in a layer that uses the state after its
+    update in the same step: until the step ends, it is the state of the rank's rows. The chief logs a warning of such a
+    layer. Plain ``fit`` and training loops do not apply the rule.
 
     Call it on every rank, in the layer's ``build`` or before ``hk.fit``. It has no effect with one rank.
 
@@ -125,6 +125,11 @@ class StateCombiner:
             if rule is not None and holding_of(variable) is None and group.size > 1:
                 self._declared.append((variable, rule))
         self._before = [tf.identity(v) if rule == "sum" else None for v, rule in self._declared]
+
+    @property
+    def variables(self) -> list[AnyVariable]:
+        """The variables that are combined."""
+        return [variable for variable, _ in self._declared]
 
     def combine(self, factor: tf.Tensor | None) -> None:
         """Assign the combined values. Every rank of the group must call it.

@@ -29,6 +29,7 @@ from hvdkit.keras.rank_state import StateCombiner, state_of
 from hvdkit.keras.shares import number_of_rows, slice_tensor
 from hvdkit.keras.source_checks import warn_of_sums
 from hvdkit.keras.step_scopes import StepScope, has_own_step
+from hvdkit.keras.updated_reads import warn_of_reads_after_update
 from hvdkit.layers.batch_norm import synchronized_statistics
 from hvdkit.sharding.shards import differs_by_rank
 
@@ -96,6 +97,7 @@ class ShareSteps:
                 if self.step_scope is not None:
                     logs = self.step_scope.summed_logs(logs, row_ratio())
             if state is not None:
+                warn_of_reads_after_update(state.variables, data)
                 state.combine(factor)
             self._record_step(info)
             return logs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import keras
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import tensorflow as tf
 from helpers.as_one import compare, line, mine, raises_on_several
 
 import hvdkit as hk
+from hvdkit.cluster.logs import warn_once
 
 layers = keras.layers
 
@@ -41,6 +44,46 @@ class Running(layers.Layer):
         return centred
 
 
+class UpdatedFirst(layers.Layer):
+    """A layer that subtracts a running mean which includes the rows of the same batch."""
+
+    def build(self, shape):
+        self.mean = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False, name="mean")
+        hk.synchronize(self.mean, "mean")
+
+    def mean_of(self, x):
+        return tf.reduce_mean(x, axis=0)
+
+    def call(self, x, training=False):
+        if training:
+            self.mean.assign(0.9 * self.mean + 0.1 * self.mean_of(x))
+        return x - self.mean
+
+
+class UpdatedFirstFromAllRows(UpdatedFirst):
+    """The same layer, with the sums of the global batch."""
+
+    def mean_of(self, x):
+        rows = tf.cast(tf.shape(x)[0], tf.float32)
+        total, count = hk.grouped_allreduce([tf.reduce_sum(x, axis=0), rows], op=hk.Sum)
+        return total / count
+
+
+class UpdatedForALog(UpdatedFirst):
+    """A layer that reads its running mean after the update for a metric only."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = keras.metrics.Mean(name="norm")
+
+    def call(self, x, training=False):
+        centred = x - self.mean
+        if training:
+            self.mean.assign(0.9 * self.mean + 0.1 * self.mean_of(x))
+            self.norm.update_state(tf.norm(self.mean))
+        return centred
+
+
 def model_with(layer, optimizer="sgd", **options):
     model = keras.Sequential([keras.Input((3,)), layer, layers.Dense(1)])
     model.compile(optimizer, "mse", **options)
@@ -56,6 +99,23 @@ def test_declared_state_is_that_of_one_process(rng):
         _, many = compare(lambda options=options: model_with(Running(True), **options), x, y, batch_size=8, epochs=2)
         assert int(many.layers[0].rows) == 50
     compare(lambda: model_with(Running(True, keeps_first=True)), *line(rng, 24), batch_size=8)
+
+
+@pytest.mark.ranks(1, 2)
+def test_declared_state_that_is_read_after_its_update_gets_a_warning(rng, rank, size, caplog, monkeypatch):
+    """What the layer reads is the state of its rank's rows, unless the layer combines the sums of the batch itself."""
+    monkeypatch.setattr(logging.getLogger("hvdkit"), "propagate", True)
+    x, y = line(rng, 24)
+    warned = {}
+    for layer in (UpdatedFirst, UpdatedFirstFromAllRows, UpdatedForALog, lambda: Running(True)):
+        warn_once.cache_clear()
+        caplog.clear()
+        made = layer()
+        hk.fit(model_with(made), x, y, batch_size=12, verbose=0)
+        warned[type(made)] = any("mean: read after its update in the same step" in text for text in caplog.messages)
+    several = rank == 0 and size > 1
+    compare(lambda: model_with(UpdatedFirstFromAllRows()), *line(rng, 25), batch_size=8, epochs=2)  # uneven shares
+    assert warned == {UpdatedFirst: several, UpdatedFirstFromAllRows: False, UpdatedForALog: False, Running: False}
 
 
 @pytest.mark.core
