@@ -21,6 +21,8 @@ from hvdkit.watchdog.rank_process import RankProcess
 _RECONNECT_SECONDS = 5.0
 _RECONNECT_ACCEPTED_SECONDS = 60.0
 _RETRY_SECONDS = 0.2
+# Seconds between attempts to join, if rank 0 could not be reached at the start.
+_JOIN_AGAIN_SECONDS = 15.0
 _LAST_SECONDS = 3.0
 # How many times to read messages that the rank sent before its end.
 _READS = 20
@@ -99,6 +101,26 @@ class WatchingSentinel(Sentinel):
                     write_line(warning)
 
             self.timers[warn] = time.monotonic() + _WARN_SECONDS
+            self.timers[self._join_again] = time.monotonic() + _JOIN_AGAIN_SECONDS
+
+    def _join_again(self) -> None:
+        """Join a coordinator that could not be reached at the start: connections may have been used up by others."""
+        if self.order is not None or self.rank.leaving is not None or self.rank.has_ended:
+            return
+        try:
+            self._reconnect(_RECONNECT_SECONDS)
+        except ConnectionRefusedError as error:
+            write_line(f"hvdkit: watchdog: {error}")
+        except OSError:
+            self.timers[self._join_again] = time.monotonic() + _JOIN_AGAIN_SECONDS
+
+    def _reconnect(self, seconds: float) -> None:
+        """Connect again, and report what rank 0's sentinel does not know. Raises OSError as :func:`connect` does."""
+        self.uplink, self.welcome = self._connect_again(seconds)
+        if self.rank.training is not None:
+            self.report(self.rank.training)
+        if self.rank.leaving is not None:
+            self.report(self.rank.leaving)
 
     def handle_disconnect(self, *, is_cut_off: bool) -> None:
         """Reconnect if rank 0's sentinel was only killed and is replaced; otherwise end this rank."""
@@ -112,15 +134,11 @@ class WatchingSentinel(Sentinel):
             if process is None or process.state in "ZX":
                 break
             try:
-                self.uplink, self.welcome = self._connect_again(min(remaining, _RECONNECT_SECONDS))
+                self._reconnect(min(remaining, _RECONNECT_SECONDS))
             except OSError as error:
                 is_accepted = isinstance(error, Unreachable) and error.is_accepted
                 limit = _RECONNECT_ACCEPTED_SECONDS if is_accepted else _RECONNECT_SECONDS
                 continue
-            if self.rank.training is not None:
-                self.report(self.rank.training)
-            if self.rank.leaving is not None:
-                self.report(self.rank.leaving)
             return
         if self._connect.speaks:
             step = "" if self.rank.step is None else f" at step {self.rank.step}"

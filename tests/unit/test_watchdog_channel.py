@@ -596,6 +596,27 @@ def test_a_sentinel_waits_for_that_of_rank_0_to_be_replaced_while_its_port_is_op
             made.selector.close()
 
 
+def test_a_rank_that_could_not_join_is_watched_once_it_can(monkeypatch, capfd):
+    """Programs without the token may use up the connections of rank 0 for a while."""
+    for module, name in ((watching, "_JOIN_AGAIN_SECONDS"), (watching, "_WARN_SECONDS"), (channel, "_WELCOME_SECONDS")):
+        monkeypatch.setattr(module, name, 0.5)
+    with subprocess.Popen(["sleep", "1000"]) as rank, socket.socketpair()[0] as ours:
+        made = watching.WatchingSentinel(rank.pid, 0, ours)
+        try:
+            with Job(2) as job:
+                offer = str(replace(job.offer, port=1))
+                made.join(replace(connect_of(job), offer=offer), joined(1, 2))
+                made.rank.training = Training(pid=rank.pid)
+                wait_until(lambda: made.turn(0.1) or "cannot reach rank 0" in capfd.readouterr().err)
+                assert made.uplink is None
+                made._connect_again = partial(connect, job.offer, joined(1, 2), made.selector, "uplink")
+                wait_until(lambda: made.turn(0.1) or made.uplink is not None)
+                wait_until(lambda: 1 in job.coordinator.members and job.coordinator.members[1].is_training)
+        finally:
+            rank.kill()
+            made.selector.close()
+
+
 def test_a_sentinel_writes_lines_of_the_coordinator_to_the_standard_error_of_its_rank(capfd):
     with subprocess.Popen(["sleep", "1000"]) as rank, socket.socketpair()[0] as ours:
         made = watching.WatchingSentinel(rank.pid, 0, ours)
