@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 from keras import tree
@@ -44,6 +45,15 @@ class ArrayShares(Shares):
         """Return False if no share can be empty."""
         short = self.inner.partial_batch_size
         return min(self.inner._num_samples, self.inner.batch_size, short or self.inner.batch_size) < self.data_rank.size
+
+    def first_inputs(self, number: int) -> Any:
+        """Return the inputs of the first ``number`` rows; None if an array is ragged or sparse."""
+        arrays = array_slicing.convert_to_sliceable(self.inner._inputs, target_backend="numpy")
+        if not all(isinstance(x.array, (np.ndarray, tf.Tensor)) for x in tree.flatten(arrays) if x is not None):
+            return None
+        indices = np.arange(min(number, self.inner._num_samples))
+        rows = tree.map_structure(lambda x: None if x is None else tf.constant(_numpy_rows(x, indices)), arrays)
+        return keras.utils.unpack_x_y_sample_weight(tree.lists_to_tuples(rows))[0]
 
     def _is_even(self) -> bool:
         """Return True if all global batches are evenly divisible."""

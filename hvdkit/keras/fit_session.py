@@ -17,6 +17,7 @@ from hvdkit.cluster.logs import get_logger, warn_once
 from hvdkit.collectives import broadcast_object
 from hvdkit.collectives.weak_registry import Attached
 from hvdkit.errors import ClusterError, HvdkitError, describe
+from hvdkit.keras.array_shares import ArrayShares
 from hvdkit.keras.atomic_saving import make_saving_atomic
 from hvdkit.keras.attribute_swap import exchange_attributes, swap_attributes
 from hvdkit.keras.data_end import report_end_of_data
@@ -31,12 +32,13 @@ from hvdkit.keras.model_optimizers import (
     plain_optimizers_of,
 )
 from hvdkit.keras.own_methods import as_plain
+from hvdkit.keras.rank_functions import FirstRows, compare_functions, rows_to_compare
 from hvdkit.keras.rank_seeds import global_generator, rank_seeds, spread_seeds
 from hvdkit.keras.rank_state import compare_constants, compare_state, digests_of, state_of
 from hvdkit.keras.shares import Shares
 from hvdkit.keras.strategies import leave_strategy
 from hvdkit.keras.supervised_fit import end_supervision
-from hvdkit.keras.train_steps import ShareSteps, Step
+from hvdkit.keras.train_steps import ShareSteps, Step, is_complete
 from hvdkit.layers import average_moving_statistics, synchronize_batch_normalization
 from hvdkit.optimizer.equal_ranks import checked
 from hvdkit.sharding.shards import holding_of, is_seed_state, shard_of
@@ -122,6 +124,7 @@ class FitSession:
         self.metric_combiner = MetricCombiner(model, lambda: float(self.steps.last_factor.numpy()))
         self.metric_checks = MetricChecks(model)
         self._is_compared = False
+        self._first_rows: FirstRows | None = FirstRows() if cluster.size() > 1 else None  # None: functions are compared
         self._inactive: dict[str, Any] = {}  # the attributes that the model does not have now
 
     @classmethod
@@ -314,10 +317,37 @@ class FitSession:
         untraced = _untraced(step)
 
         def wrapped_step(data: Any) -> Any:
+            if self._first_rows is not None:
+                self._first_rows.observe(data, rows_to_compare(self.model))
             with rank_seeds(), self.metric_checks.testing_updates():
                 return untraced(data)
 
         return wrapped_step
+
+    def compare_functions_before(self, data: Shares | None) -> None:
+        """Compare what the ranks' models compute, before the first batch is read. Every rank must call it.
+
+        If the data are not arrays, models with known inputs compute made-up rows, and all models are compared after the
+        first batch. It does nothing after the first comparison.
+        """
+        if self._first_rows is None:
+            return
+        rows = data.first_inputs(rows_to_compare(self.model)) if isinstance(data, ArrayShares) else None
+        if self._is_complete_on_all_ranks():
+            self._first_rows = None if rows is not None else self._first_rows
+            compare_functions(self.model, rows)
+
+    def _is_complete_on_all_ranks(self) -> bool:
+        return all(gather(cluster.exchange(), "whether the model is built", lambda: is_complete(self.model)))
+
+    def compare_functions_after(self) -> None:
+        """Compare what the ranks' models compute, after the first batch. Every rank must call it."""
+        if self._first_rows is not None:
+            first_rows = self._first_rows
+            self._first_rows = None
+            rows = first_rows.broadcast()
+            if self._is_complete_on_all_ranks():
+                compare_functions(self.model, rows)
 
     def _metrics_at_end(self, logs: Any) -> Any:
         """Replace ``_get_metrics_result_or_logs``, which Keras calls after an epoch or an evaluation."""

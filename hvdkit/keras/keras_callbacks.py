@@ -206,6 +206,7 @@ class CallbackList(keras.callbacks.CallbackList):
         self.model._initial_epoch = broadcast_object(self.model._initial_epoch)
         self._data.begin_training(self.model._initial_epoch)
         self._session.broadcast_again()
+        self._session.compare_functions_before(self._data)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Call the callbacks; the first batch of the epoch will be compared."""
@@ -254,6 +255,7 @@ class CallbackList(keras.callbacks.CallbackList):
         self._session.may_end_anywhere = self._test_data is not None and self._test_data.may_end_anywhere
         self._on_begin()
         self._call_on_all_ranks("on_test_begin", logs)
+        self._session.compare_functions_before(self._test_data)
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Call the callbacks."""
@@ -279,6 +281,7 @@ class CallbackList(keras.callbacks.CallbackList):
         """Call the callbacks."""
         self._on_begin()
         self._call_on_all_ranks("on_predict_begin", logs)
+        self._session.compare_functions_before(self._data)
 
     def on_predict_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Call the callbacks."""
@@ -319,6 +322,7 @@ class CallbackList(keras.callbacks.CallbackList):
         remedy = "give shuffle(), random maps and splits of the dataset a seed, and every rank the same files"
         compare(digests, "x", remedy, show=lambda *_: ("a different first batch", "equal global batches"))
         self._session.steps.loss_scopes.decide([scopes for _, scopes in found])
+        self._session.compare_functions_after()
 
     def _compare_weights(self) -> None:
         """Compare weights after the first update; they differ if an optimizer does not combine gradients."""

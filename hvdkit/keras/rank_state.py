@@ -35,6 +35,11 @@ _REMEDY = (
     "hk.allreduce of the batch's sums; or let each rank keep its own, hk.register_local_variables(variable); "
     f"{see('pitfalls#weights-and-optimizer')}"
 )
+CONSTANTS_REMEDY = (
+    "seed what draws it (keras.utils.set_random_seed, np.random.default_rng(seed)), give all ranks the chief's sample "
+    "(hk.broadcast_object(sample)), or keep it in a weight, add_weight(trainable=False), of which all ranks get the "
+    "chief's"
+)
 
 
 class StateVariable(NamedTuple):
@@ -247,11 +252,7 @@ def compare_constants(model: keras.Model) -> None:
         owner = layers[int(number)].name if int(number) < len(layers) else f"layer {number}"
         return f"another {attribute} of layer {owner!r}", "an equal one"
 
-    remedy = (
-        "seed what draws it (keras.utils.set_random_seed, np.random.default_rng(seed)) or what it is adapted to, or "
-        "keep it in a weight, add_weight(trainable=False), of which all ranks get the chief's"
-    )
-    agree(cluster.exchange(), lambda: constants, "the model's constants", remedy, show=difference)
+    agree(cluster.exchange(), lambda: constants, "the model's constants", CONSTANTS_REMEDY, show=difference)
 
 
 def digests_of(state: Sequence[StateVariable]) -> list[tuple[str, bytes]]:

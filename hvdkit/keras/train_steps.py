@@ -202,7 +202,7 @@ class ShareSteps:
         if name in self._traced:
             return
         self._traced.add(name)
-        is_built = _is_complete(self._model)
+        is_built = is_complete(self._model)
         if is_built and (factor is None or not self.may_be_empty):
             return
 
@@ -312,7 +312,7 @@ def _check_output(output: Any) -> None:
         raise TypeError(describe("model's outputs", got, "a row for each example", OUTPUTS_REMEDY))
 
 
-def _is_complete(model: Any) -> bool:
+def is_complete(model: Any) -> bool:
     """Return True if all inner layers are built, and the model itself is built or (without ``call``) has variables."""
     inner = list(model._flatten_layers(include_self=False))
     return all(layer.built for layer in inner) and bool(model.built or model.variables)

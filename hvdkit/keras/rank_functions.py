@@ -1,0 +1,392 @@
+"""Check that the ranks' models compute the same function, also with what no variable holds.
+
+Ranks have equal weights, but constants of a program without a seed differ: a random mask in a closure, a table filled
+from a random sample, a number that a layer draws when it is made. All ranks compute the same few rows with
+``training=False``, and compare a summary of each layer's outputs with the chief's. A layer that computes other outputs
+when the same rank calls it again is random, and is not compared; nor is what follows a layer with a shard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+import types
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+import xxhash
+from keras import tree
+
+from hvdkit import cluster
+from hvdkit.cluster.agreement import gather
+from hvdkit.collectives import broadcast_object
+from hvdkit.collectives.conversion import untracked_variable
+from hvdkit.collectives.refusal import refusing_collectives
+from hvdkit.errors import CollectiveMismatchError, describe, see
+from hvdkit.internals import context
+from hvdkit.keras.attribute_swap import swap_attributes
+from hvdkit.keras.rank_seeds import global_generator
+from hvdkit.keras.rank_state import CONSTANTS_REMEDY, untracked_variables
+from hvdkit.keras.shares import first_tensor, number_of_rows, slice_tensor
+from hvdkit.sharding.shards import holding_of
+
+ROWS = 2
+_SAMPLES = 32  # values of a layer's output that are compared; projections cover the others
+_PROJECTIONS = 4
+_BLOCK = 1024
+_CALLS = 4  # calls of a layer that are compared, such as the first steps of a recurrent cell
+_TOLERANCE = 1e-4  # of the largest magnitude
+_HALF_TOLERANCE = 2e-2  # after a layer with 16-bit outputs
+_NAMES_SHOWN = 4
+_MAX_DEPTH = 3
+_LIBRARIES = ("keras.", "tensorflow.", "numpy", "hvdkit.")
+_OF_KERAS = frozenset(vars(keras.layers.Layer()))
+
+
+class LayerOutput(NamedTuple):
+    """A summary of what one call of a layer has computed.
+
+    Attributes:
+        layer: the layer's index in the model.
+        scale: the largest magnitude.
+        values: float64 ``[n]``, samples and projections of the outputs.
+        is_half: whether an output has 16 bits.
+    """
+
+    layer: int
+    scale: float
+    values: np.ndarray
+    is_half: bool
+
+
+class FirstRows:
+    """Keeps the chief's first rows of the first batch, which a step has as symbolic tensors."""
+
+    def __init__(self) -> None:
+        self._arrays: list[np.ndarray] | None = None  # on the chief
+        self._structure: Any = None
+        self._is_stored = untracked_variable(False, tf.bool, "hvdkit_has_first_rows")
+
+    def observe(self, data: Any, number: int) -> None:
+        """Store the inputs of the first ``number`` rows of a batch, in eager mode or in a graph."""
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        if first_tensor(x) is None:
+            return
+        count = tf.minimum(number, number_of_rows(x))
+        self._structure = tree.map_structure(lambda leaf: _first_rows(leaf, count), x)
+        tensors = tf.nest.flatten(self._structure, expand_composites=True)
+        if not cluster.is_chief():
+            return
+
+        def store(*arrays: np.ndarray) -> np.bool_:
+            self._arrays = [np.array(array) for array in arrays]
+            return np.bool_(True)
+
+        if tf.executing_eagerly():
+            if self._arrays is None:
+                store(*(tensor.numpy() for tensor in tensors))
+            return
+        run = lambda: tf.ensure_shape(tf.numpy_function(store, tensors, tf.bool), [])  # noqa: E731
+        self._is_stored.assign(tf.cond(self._is_stored, lambda: True, run))
+
+    def broadcast(self) -> Any:
+        """Return the chief's rows; None if no step has stored any. Every rank must call it."""
+        arrays = broadcast_object(self._arrays)
+        if arrays is None or self._structure is None:
+            return None
+        tensors = [tf.constant(array) for array in arrays]
+        return tf.nest.pack_sequence_as(self._structure, tensors, expand_composites=True)
+
+
+def _first_rows(leaf: Any, count: Any) -> Any:
+    return leaf if leaf is None or leaf.shape.rank == 0 else slice_tensor(leaf, 0, count)
+
+
+def rows_to_compare(model: Any) -> int:
+    """Return the number of rows to compute: a model with a fixed batch size takes that many."""
+    inputs = getattr(model, "inputs", None) or ()
+    fixed = (x.shape[0] for x in inputs if len(x.shape) and x.shape[0] is not None)
+    return next(fixed, ROWS)
+
+
+def compare_functions(model: Any, rows: Any) -> None:
+    """Compare what the ranks' models compute. Every rank must call it; variables and seeds are unchanged.
+
+    Args:
+        model: a built Keras model.
+        rows: a few rows of inputs, equal on all ranks; None to make them up, for models with known inputs.
+
+    Raises:
+        CollectiveMismatchError: on some rank, a layer computes other outputs; the message names the first one.
+    """
+    with _unchanged(model):
+        outputs = _layer_outputs(model, rows)
+        expected = broadcast_object(outputs)
+        exchange = cluster.exchange()
+        kind = "the outputs of the model's layers"
+        found = gather(exchange, kind, lambda: bool(_differing(outputs, expected)))
+        if not any(found):
+            return
+        again = _layer_outputs(model, rows)
+        repeatable = _repeatable(outputs, again)
+        repeatable &= broadcast_object(repeatable)
+        calls = gather(exchange, kind, lambda: [n for n in _differing(outputs, expected) if n in repeatable])
+        first = min((numbers[0] for numbers in calls if numbers), default=None)
+        if first is None:
+            return
+        layer = list(model._flatten_layers())[expected[first].layer]
+        holdings = gather(exchange, kind, lambda: _holdings(layer))
+    odd = next(index for index, numbers in enumerate(calls) if first in numbers)
+    raise CollectiveMismatchError(_message(layer, exchange.ranks[odd], holdings[odd], holdings[0]))
+
+
+def _message(layer: Any, rank: int, got: Mapping[str, str], expected: Mapping[str, str]) -> str:
+    names = sorted(name for name in {**got, **expected} if got.get(name) != expected.get(name))
+    shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
+    why = f"which holds another {shown}"
+    if not names:
+        held = ", ".join(sorted(expected)[:_NAMES_SHOWN])
+        why = f"which holds, besides variables, {held}" if held else "which reads something that differs between ranks"
+    name = f"layer {layer.name!r} ({type(layer).__name__})"
+    what = f"other outputs of {name} for the same rows on rank {rank}, {why}"
+    page = see("pitfalls#losses-layers-and-random-numbers")
+    return describe("model", what, "the outputs of rank 0", f"{CONSTANTS_REMEDY}; {page}")
+
+
+class _Stop(Exception):
+    """The rest of the model cannot be computed on one rank."""
+
+
+# ---- computing ------------------------------------------------------------------------------------------------------
+
+
+def _layer_outputs(model: Any, rows: Any) -> list[LayerOutput]:
+    """Return the outputs of all layers in the order of their calls, as far as they can be computed.
+
+    Models that are not called with ``rows``, such as the submodels of a GAN, get made-up rows.
+    """
+    outputs: list[LayerOutput] = []
+    called: set[int] = set()
+    layers = list(model._flatten_layers())
+    with contextlib.ExitStack() as stack, contextlib.suppress(Exception):
+        for index, layer in enumerate(layers):
+            stack.enter_context(swap_attributes(layer, call=_recording(layer, index, outputs, called)))
+        stack.enter_context(refusing_collectives())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        if rows is not None and type(model).call is not keras.Model.call:
+            _try_to_call(model, rows)
+        for layer in layers:
+            if isinstance(layer, keras.Model) and id(layer) not in called and (made := _made_rows(layer)) is not None:
+                _try_to_call(layer, made)
+    return outputs
+
+
+def _try_to_call(model: Any, rows: Any) -> None:
+    """Call a model; that some models cannot be called with these rows is not an error of the training."""
+    with contextlib.suppress(Exception):
+        model(rows, training=False)
+
+
+def _recording(layer: Any, index: int, outputs: list[LayerOutput], called: set[int]) -> Any:
+    call = layer.call
+    has_shard = any(holding_of(v) is not None for v in _own_variables(layer))
+    count = 0
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        called.add(id(layer))
+        if has_shard:
+            raise _Stop
+        result = call(*args, **kwargs)
+        tensors = [x for x in tree.flatten(result) if tf.is_tensor(x) and not tf.is_symbolic_tensor(x)]
+        count += 1
+        if tensors and count <= _CALLS:
+            outputs.append(_summary(index, tensors))
+        return result
+
+    return recorded
+
+
+def _own_variables(layer: Any) -> list[Any]:
+    return [*getattr(layer, "_trainable_variables", ()), *getattr(layer, "_non_trainable_variables", ())]
+
+
+def _made_rows(model: Any) -> Any:
+    """Return made-up rows for a model with known inputs; None for other models, and for texts."""
+    inputs = getattr(model, "inputs", None)
+    if not inputs or not model.built or any(None in x.shape[1:] or x.dtype == "string" for x in inputs):
+        return None
+    rng = np.random.default_rng(0)
+
+    def row(x: Any) -> tf.Tensor:
+        shape = (x.shape[0] or ROWS, *x.shape[1:])
+        is_float = tf.as_dtype(x.dtype).is_floating
+        return tf.cast(rng.random(shape) if is_float else np.zeros(shape), x.dtype)
+
+    structure = getattr(model, "_inputs_struct", inputs[0] if len(inputs) == 1 else inputs)  # a Sequential has none
+    return tree.map_structure(row, structure)
+
+
+def _summary(layer: int, tensors: Sequence[Any]) -> LayerOutput:
+    arrays = [np.ravel(_numbers(tensor)) for tensor in tensors]
+    values = np.concatenate(arrays) if arrays else np.zeros(0)
+    values = np.nan_to_num(values, posinf=0.0, neginf=0.0)
+    step = max(1, values.size // _SAMPLES)
+    projections = _projections(values) / max(1, values.size) ** 0.5
+    is_half = any(tensor.dtype.is_floating and tensor.dtype.size == 2 for tensor in tensors)
+    sample = np.concatenate([[values.size], values[::step][:_SAMPLES], projections])
+    return LayerOutput(layer, float(np.abs(values).max(initial=0.0)), sample, is_half)
+
+
+def _projections(values: np.ndarray) -> np.ndarray:
+    """Return ``[_PROJECTIONS]`` weighted sums of all values, with products of two cosines as weights."""
+    blocks = np.pad(values, (0, -values.size % _BLOCK)).reshape(-1, _BLOCK)
+    numbers = np.arange(_PROJECTIONS)[:, None] + 1
+    of_blocks = np.cos(0.7 * numbers * np.arange(len(blocks)) + numbers)
+    of_places = np.cos(0.3 * numbers * np.arange(_BLOCK) + numbers)
+    return np.sum((of_blocks @ blocks) * of_places, axis=1)
+
+
+def _numbers(tensor: Any) -> np.ndarray:
+    if isinstance(tensor, tf.RaggedTensor):
+        tensor = tensor.flat_values
+    elif isinstance(tensor, tf.SparseTensor):
+        tensor = tensor.values
+    if tensor.dtype == tf.string:
+        return np.array([xxhash.xxh32_intdigest(bytes(each)) for each in np.ravel(tensor.numpy())], np.float64)
+    return np.asarray(tf.cast(tf.math.real(tensor) if tensor.dtype.is_complex else tensor, tf.float64))
+
+
+# ---- comparing ------------------------------------------------------------------------------------------------------
+
+
+def _differing(outputs: Sequence[LayerOutput], expected: Sequence[LayerOutput]) -> list[int]:
+    """Return the numbers of the calls with other outputs, as far as both lists have calls of the same layers."""
+    found = []
+    is_half = False
+    for number, (one, other) in enumerate(zip(outputs, expected, strict=False)):
+        if one.layer != other.layer:
+            break
+        is_half = is_half or one.is_half
+        limit = (_HALF_TOLERANCE if is_half else _TOLERANCE) * max(one.scale, other.scale)
+        if one.values.shape != other.values.shape or np.any(np.abs(one.values - other.values) > limit):
+            found.append(number)
+    return found
+
+
+def _repeatable(outputs: Sequence[LayerOutput], again: Sequence[LayerOutput]) -> set[int]:
+    """Return the numbers of the calls that have computed the same twice."""
+    return set(range(min(len(outputs), len(again)))) - set(_differing(outputs, again))
+
+
+def _holdings(layer: Any) -> dict[str, str]:
+    """Return the names of what ``layer`` holds or reads that is not a Keras variable, each with a digest."""
+    found: dict[str, str] = {}
+    with contextlib.suppress(Exception):  # such as a property that raises; the message then has fewer names
+        _collect_holdings(layer, found)
+    return found
+
+
+def _collect_holdings(layer: Any, found: dict[str, str]) -> None:
+
+    def collect(name: str, value: Any, depth: int) -> None:
+        if isinstance(value, (keras.Variable, keras.layers.Layer, keras.metrics.Metric, types.ModuleType, type)):
+            return
+        if isinstance(value, (list, tuple, dict)) and depth < _MAX_DEPTH:
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, item in list(pairs):
+                collect(f"{name}[{key!r}]", item, depth + 1)
+        elif isinstance(value, types.FunctionType) and depth < _MAX_DEPTH:
+            for key, item in _read_by(value).items():
+                collect(key, item, depth + 1)
+        elif (text := _digest(value)) is not None:
+            found[name] = text
+        elif not type(value).__module__.startswith(_LIBRARIES) and depth < _MAX_DEPTH:
+            for key, item in list(getattr(value, "__dict__", {}).items()):
+                collect(f"{name}.{key}", item, depth + 1)
+
+    for name, value in list(vars(layer).items()):
+        if name not in _OF_KERAS and not name.startswith(("_self_", "_hvdkit")):
+            collect(name, value, 0)
+    if not type(layer).__module__.startswith("keras."):
+        collect("call", getattr(layer.call, "__func__", layer.call), 0)
+    if isinstance(layer, (keras.layers.StringLookup, keras.layers.IntegerLookup, keras.layers.TextVectorization)):
+        found["vocabulary"] = repr(layer.get_vocabulary())
+
+
+def _read_by(function: types.FunctionType) -> dict[str, Any]:
+    """Return the closure variables and globals of a function."""
+    with contextlib.suppress(ValueError):  # a cell that is still empty
+        variables = inspect.getclosurevars(function)
+        return {**variables.globals, **variables.nonlocals}
+    return {}
+
+
+def _digest(value: Any) -> str | None:
+    if isinstance(value, (bool, int, float, complex, str, bytes, np.generic)):
+        return repr(value)
+    if tf.is_tensor(value) and tf.is_symbolic_tensor(value):
+        return None
+    if isinstance(value, (np.ndarray, tf.Tensor, tf.Variable)):
+        array = np.asarray(value)
+        data = repr(array.tolist()).encode() if array.dtype.hasobject else np.ascontiguousarray(array).tobytes()
+        return f"{array.dtype.name}{array.shape}{xxhash.xxh3_128_hexdigest(data)}"
+    if callable(export := getattr(value, "export", None)):  # a lookup table
+        with contextlib.suppress(Exception):
+            return repr([np.asarray(part).tolist() for part in export()])
+    return None
+
+
+# ---- leaving no trace -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _unchanged(model: Any) -> Iterator[None]:
+    """Restore the attributes of layers, their state and all random generators, which calls may change."""
+    layers = list(model._flatten_layers())
+    attributes = [dict(vars(layer)) for layer in layers]
+    losses = [list(getattr(layer, "_losses", ())) for layer in layers]
+    variables = {id(v): v for v in _state(model, layers)}.values()
+    values = [tf.identity(v) for v in variables]
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    generator = getattr(context.context(), "_rng", None)
+    state = None if generator is None else generator.getstate()
+    try:
+        yield
+    finally:
+        for layer, before, added in zip(layers, attributes, losses, strict=True):
+            _restore_attributes(layer, before)
+            if hasattr(layer, "_losses"):
+                layer._losses[:] = added
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        if generator is not None:
+            generator.setstate(state)
+
+
+def _restore_attributes(layer: Any, before: dict[str, Any]) -> None:
+    for name, value in list(vars(layer).items()):
+        if name not in before:
+            object.__delattr__(layer, name)
+        elif value is not before[name]:
+            object.__setattr__(layer, name, before[name])
+
+
+def _state(model: Any, layers: Sequence[Any]) -> Iterator[Any]:
+    """Yield the variables that a call may change: not weights, also if they are frozen."""
+    for layer in layers:
+        yield from getattr(layer, "_non_trainable_variables", ())
+        yield from (generator.state for generator in getattr(layer, "_seed_generators", ()))
+        yield from (v for metric in getattr(layer, "_metrics", ()) for v in metric.variables)
+        yield from (each.variable for each in untracked_variables(layer) if each.variable.dtype != tf.string)
+    yield from (v for metric in model.metrics for v in metric.variables)
+    yield global_generator().state
