@@ -9,7 +9,7 @@ with ``fitting.py``; the other two calls follow the same steps:
                         the rows of other ranks
     fit_session.py      replaces methods of the model while a call runs, and broadcasts the chief's variables
     train_steps.py      the model's own step, run on a share; losses.py rescales losses that are not means over rows
-    moved_weights.py    finds steps that move weights by a gradient of one rank's rows
+    moved_weights.py    finds steps that move weights, or keep sums, by gradients of one rank's rows
     keras_callbacks.py  runs the user's callbacks, and compares their decisions between ranks
     metric_combiner.py  from the ranks' metric states to the logs of one process
 

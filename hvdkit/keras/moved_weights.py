@@ -1,30 +1,37 @@
-"""Find weights that a training step moves by a gradient of one rank's rows, as steps with two gradients do (SAM).
+"""Find what a training step assigns from a gradient of one rank's rows.
 
-Such a step takes a gradient, assigns ``weights + move`` with a move that depends on it, takes a second gradient there,
-and assigns the old weights again. Optimizers average the second gradient only. The first is that of the rank's rows, so
-ranks take the second one at different weights, and no comparison after the step notices it.
+Optimizers average gradients over ranks; a step that uses a gradient before that uses the one of its rank's rows:
 
-While the step is traced, each value that is assigned to a Keras variable is followed back through the graph. It counts
-if it depends on the batch through the operations of a tape without a collective in between. Values that are read from
-variables do not: averages of weights, target networks, constraints, weights that are restored.
+    weights      a step that moves them, takes a second gradient there and moves them back (SAM). Ranks take the second
+                 one at different weights, and no comparison after the step notices it: an error, unless the move may
+                 belong to single rows, as in meta-learning.
+    other state  gradients that are summed for several steps. Sums are combined as by ``hk.synchronize(v, "mean")``,
+                 which is exact as long as they are linear in the gradients; otherwise an error.
+
+While the step is traced, each value that is assigned is followed back through the graph. It counts if it depends on the
+batch through the operations of a tape without a collective in between. Values that are read from variables do not:
+averages of weights, target networks, constraints, weights that are restored.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from hvdkit import cluster
-from hvdkit.cluster.logs import warn_once
-from hvdkit.errors import see
+from hvdkit.cluster.logs import get_logger, warn_once
+from hvdkit.errors import HvdkitError, describe, see
 from hvdkit.keras.attribute_swap import swap_attributes
-from hvdkit.sharding.shards import differs_by_rank
+from hvdkit.keras.rank_state import StateVariable, has_rule, state_of, synchronize
+from hvdkit.sharding.shards import AnyVariable, differs_by_rank
 from hvdkit.sharding.variables import variable_name
 
+_PAGE = see("pitfalls#two-gradients-in-a-step-as-in-sam")
+_AVERAGE = "average it first, hk.average_gradients(tape.gradient(loss, variables))"
 _TAPE = "gradient_tape"  # the name scope in which tf.GradientTape computes
 _COLLECTIVE = "Horovod"  # the beginning of the types of Horovod's ops
 _SHAPES = {"Shape", "ShapeN", "Size", "Rank"}  # they do not pass values on
@@ -38,85 +45,211 @@ _CALLS = {
     "Case",
     "StatelessCase",
 }
+_SELECTIONS = {"StridedSlice", "Slice", "GatherV2", "GatherNd", "Unpack", "Split", "SplitV", "While", "StatelessWhile"}
+_LINEAR = {"AddV2", "Add", "AddN", "Sub", "Neg", "Identity", "Cast", "Reshape", "StopGradient", "Select"}
+_LINEAR |= {"SelectV2", "EnsureShape", "UnsortedSegmentSum", "ZerosLike", "Squeeze", "ExpandDims", "ReadVariableOp"}
+_LINEAR |= {"StridedSlice", "Slice", "GatherV2", "ConcatV2", "Pack", "Transpose", "Sum", "Mean"}
+_PRODUCTS = {"Mul", "MulNoNan", "RealDiv", "DivNoNan"}  # linear in one factor, which is not the divisor
+_READS = {"ReadVariableOp", "Placeholder"}
+
+
+class _Use(NamedTuple):
+    """How a value depends on a gradient of the batch."""
+
+    of_all_rows: bool  # not only through a selection of rows
+    is_linear: bool
+
+
+class _Visit(NamedTuple):
+    """A tensor on the way back from an assigned value."""
+
+    tensor: Any
+    is_gradient: bool = False  # the value depends on it through the operations of a tape
+    is_selected: bool = False  # the value depends on some of its rows
+    is_linear: bool = True
 
 
 @contextlib.contextmanager
-def warning_of_moved_weights(model: keras.Model, data: Any) -> Iterator[None]:
-    """Warn on the chief, once, if the training step traced in this context moves weights by a gradient of its rows.
+def watching_assignments(model: keras.Model, data: Any, independent: dict[int, bool]) -> Iterator[None]:
+    """Look at what the training step traced in this context assigns.
 
     Args:
         model: a Keras model.
         data: the batch of the step, with tensors of the graph that is being traced.
+        independent: for the ids of state variables, whether all that is assigned is independent of the batch, such as
+            the number of a step; updated here.
+
+    Raises:
+        HvdkitError: at the end of the step: it assigns what N ranks cannot make equal to one process.
     """
-    if not tf.inside_function() or not cluster.is_chief() or cluster.group(cluster.DATA).size == 1:
+    if not tf.inside_function() or cluster.group(cluster.DATA).size == 1:
         yield
         return
-    found: list[str] = []
+    batch = [x for x in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(x)]
+    weights = [StateVariable(variable_name(v), v) for v in model.trainable_variables if not differs_by_rank(v)]
+    state = state_of(model)
+    uses: dict[int, _Use] = {}  # by the ids of variables
 
-    def watched(variable: keras.Variable) -> Callable[[Any], Any]:
-        assign = variable.assign
+    def watched(variable: AnyVariable, method: str, *, is_state: bool) -> Callable[..., Any]:
+        assign = getattr(variable, method)
 
-        def watched_assign(value: Any) -> Any:
-            if not found and tf.is_tensor(value) and depends_on_rows(value, data, is_gradient=False):
-                found.append(variable_name(variable))
-            return assign(value)
+        def watched_assign(value: Any, *args: Any, **kwargs: Any) -> Any:
+            use = _use_of_gradient(value, batch)
+            if use is not None:
+                before = uses.get(id(variable), use)
+                uses[id(variable)] = _Use(before.of_all_rows or use.of_all_rows, before.is_linear and use.is_linear)
+            if is_state:
+                independent[id(variable)] = independent.get(id(variable), True) and _is_independent(value, variable)
+            return assign(value, *args, **kwargs)
 
         return watched_assign
 
     with contextlib.ExitStack() as stack:
-        for variable in model.trainable_variables:
-            if not differs_by_rank(variable):
-                stack.enter_context(swap_attributes(variable, assign=watched(variable)))
+        for variables, is_state in ((weights, False), (state, True)):
+            for _, variable in variables:
+                methods = ("assign", "assign_add", "assign_sub") if isinstance(variable, tf.Variable) else ("assign",)
+                watches = {method: watched(variable, method, is_state=is_state) for method in methods}
+                stack.enter_context(swap_attributes(variable, **watches))
         yield
-    if found:
+    step = f"train_step of {type(model).__name__}"
+    _check_moves(step, [(each, uses[id(each.variable)]) for each in weights if id(each.variable) in uses])
+    undeclared = [each for each in state if not has_rule(each.variable)]
+    _combine_sums(step, [(each, uses[id(each.variable)]) for each in undeclared if id(each.variable) in uses])
+
+
+def _check_moves(step: str, moved: list[tuple[StateVariable, _Use]]) -> None:
+    for each, use in moved:
+        if use.of_all_rows:
+            raise _refusal(step, f"moves {each.name} by a gradient of this rank's rows, as SAM does")
+    if moved and cluster.is_chief():
         warn_once(
-            f"train_step of {type(model).__name__}: moves {found[0]} by a gradient of this rank's rows, as SAM does; "
-            "in one process it is that of the global batch: average it first, hk.average_gradients(tape.gradient(loss, "
-            "variables)), unless the moves belong to single rows, as in meta-learning; "
-            f"{see('pitfalls#two-gradients-in-a-step-as-in-sam')}"
+            f"{step}: moves {moved[0][0].name} by a gradient of this rank's rows, as SAM does; in one process it is "
+            f"that of the global batch: {_AVERAGE}, unless the moves belong to single rows, as in meta-learning; "
+            f"{_PAGE}"
         )
 
 
-def depends_on_rows(value: Any, data: Any, *, is_gradient: bool) -> bool:
-    """Return True if a value depends on a gradient of the rows of a batch, which no collective has combined.
+def _combine_sums(step: str, sums: list[tuple[StateVariable, _Use]]) -> None:
+    """Declare how ranks combine sums of gradients."""
+    for each, use in sums:
+        if not use.is_linear or not tf.as_dtype(each.variable.dtype).is_floating:
+            raise _refusal(step, f"keeps in {each.name} what is not linear in a gradient of this rank's rows")
+        synchronize(each.variable, "mean")
+    if sums and cluster.is_chief():
+        more = f" and {len(sums) - 1} more" if len(sums) > 1 else ""
+        get_logger().info(
+            "%s: sums gradients of its rank's rows in %s%s; ranks combine the sums after each step, as with "
+            "hk.synchronize(variable, 'mean'); gradient_accumulation_steps of Keras's optimizers exchanges less",
+            step,
+            sums[0][0].name,
+            more,
+        )
+
+
+def _refusal(step: str, what: str) -> HvdkitError:
+    expected = "the gradient of the global batch, as in one process"
+    return HvdkitError(describe(step, f"a step that {what}", expected, f"{_AVERAGE}; {_PAGE}"))
+
+
+def _is_independent(value: Any, variable: AnyVariable) -> bool:
+    """Return True if an assigned value follows from constants and from the variable itself."""
+    handle = getattr(variable if isinstance(variable, tf.Variable) else variable.value, "handle", None)
+    seen: set[int] = set()
+    pending = tf.nest.flatten(value, expand_composites=True)
+    while pending:
+        tensor = pending.pop()
+        if not tf.is_symbolic_tensor(tensor):
+            if tf.is_tensor(tensor) and tensor.dtype == tf.resource and tensor is not handle:
+                return False
+            continue
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        op = tensor.op
+        if op.type == "Placeholder":
+            outer = [outside for outside, inside in tensor.graph.captures if inside is tensor]
+            if not outer:
+                return False  # an argument, such as the batch
+            pending.extend(outer)
+        elif op.type in _CALLS or op.type.startswith(_COLLECTIVE) or (op.op_def.is_stateful and op.type not in _READS):
+            return False
+        else:
+            pending.extend(op.inputs)
+    return True
+
+
+def depends_on_rows(value: Any, data: Any) -> bool:
+    """Return True if a value depends on the rows of a batch, not only through a collective.
 
     Args:
         value: a tensor of the graph of a step, or several.
         data: the batch of the step.
-        is_gradient: True if ``value`` counts as a gradient, so that any dependence on the batch is found.
     """
     batch = [x for x in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(x)]
+    return _use_of_gradient(value, batch, is_gradient=True) is not None
+
+
+def _use_of_gradient(value: Any, batch: Sequence[tf.Tensor], *, is_gradient: bool = False) -> _Use | None:
+    """Return how a value depends on a gradient of ``batch`` that no collective has combined; None if it does not.
+
+    Args:
+        value: a tensor of the graph of a step, or several.
+        batch: its tensors.
+        is_gradient: True if ``value`` counts as a gradient.
+    """
     graphs = {x.graph for x in batch}  # of the step, whose other arguments are not the batch
     batch_references = {x.ref() for x in batch}
     libraries: dict[int, dict[str, Any]] = {}
-    seen: set[tuple[tf.Operation, bool]] = set()
-    pending = [(tensor, is_gradient) for tensor in tf.nest.flatten(value, expand_composites=True)]
+    seen: set[tuple[Any, ...]] = set()
+    pending = [_Visit(tensor, is_gradient) for tensor in tf.nest.flatten(value, expand_composites=True)]
+    uses: list[_Use] = []
     while pending:
-        tensor, is_gradient = pending.pop()
+        visit = pending.pop()
+        tensor = visit.tensor
         if not tf.is_symbolic_tensor(tensor):  # a constant
             continue
-        if is_gradient and tensor.ref() in batch_references:
-            return True
+        if visit.is_gradient and tensor.ref() in batch_references:
+            uses.append(_Use(not visit.is_selected, visit.is_linear))
+            continue
         op = tensor.op
         if op.type == "IdentityN":  # of a custom gradient, as of hk.allreduce: results and arguments
-            pending.append((op.inputs[tensor.value_index], is_gradient))
+            pending.append(visit._replace(tensor=op.inputs[tensor.value_index]))
             continue
         if op.type == "Placeholder":
             outer = [outside for outside, inside in tensor.graph.captures if inside is tensor]
             is_argument = not outer and tensor.graph not in graphs  # of a function that the step calls
-            if is_gradient and is_argument:
-                return True
-            pending.extend((each, is_gradient) for each in outer)
+            if visit.is_gradient and is_argument:
+                uses.append(_Use(not visit.is_selected, visit.is_linear))
+            pending.extend(visit._replace(tensor=each) for each in outer)
             continue
-        if (op, is_gradient) in seen or op.type in _SHAPES or op.type.startswith(_COLLECTIVE):
+        key = (op, *visit[1:])
+        if key in seen or op.type in _SHAPES or op.type.startswith(_COLLECTIVE):
             continue
-        seen.add((op, is_gradient))
+        seen.add(key)
         nodes = _nodes_inside(op, libraries) if op.type in _CALLS else []
         if any(node.op.startswith(_COLLECTIVE) for node in nodes):
             continue
-        is_gradient |= any(_TAPE in name.split("/") for name in (op.name, *(node.name for node in nodes)))
-        pending.extend((x, is_gradient) for x in op.inputs if x.dtype not in (tf.resource, tf.variant))
-    return False
+        inputs = [x for x in op.inputs if x.dtype not in (tf.resource, tf.variant)]
+        is_gradient = visit.is_gradient or any(
+            _TAPE in name.split("/") for name in (op.name, *(node.name for node in nodes))
+        )
+        is_linear = visit.is_linear
+        if not is_gradient and is_linear:
+            is_linear = op.type in _LINEAR or (op.type in _PRODUCTS and _is_linear_product(op, batch))
+        selects = op.type in _SELECTIONS or _select_rows(nodes)
+        for number, x in enumerate(inputs):
+            is_index = op.type == "GatherV2" and number > 0
+            is_selected = visit.is_selected or (selects and not is_index)
+            pending.append(_Visit(x, is_gradient, is_selected, is_linear))
+    if not uses:
+        return None
+    return _Use(any(use.of_all_rows for use in uses), all(use.is_linear for use in uses))
+
+
+def _is_linear_product(op: tf.Operation, batch: Sequence[tf.Tensor]) -> bool:
+    """Return True if one factor depends on a gradient of ``batch``, and it is not a divisor."""
+    first, second = (_use_of_gradient(x, batch) is not None for x in op.inputs)
+    return not second if op.type.startswith(("Real", "Div")) else not (first and second)
 
 
 def _nodes_inside(op: tf.Operation, libraries: dict[int, dict[str, Any]]) -> list[Any]:
@@ -137,6 +270,12 @@ def _nodes_inside(op: tf.Operation, libraries: dict[int, dict[str, Any]]) -> lis
             nodes.append(node)
             names += _called(node)
     return nodes
+
+
+def _select_rows(nodes: Sequence[Any]) -> bool:
+    """Return True if nodes of functions select rows of a tensor, not a number of its shape."""
+    shapes = {node.name for node in nodes if node.op in _SHAPES}
+    return any(node.op in _SELECTIONS and node.input[0].split(":")[0] not in shapes for node in nodes)
 
 
 def _called(node: Any) -> list[str]:

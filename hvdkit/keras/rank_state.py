@@ -112,6 +112,11 @@ def synchronize(variables: AnyVariable | Iterable[AnyVariable], rule: Rule) -> N
         _RULES.set(variable, rule)
 
 
+def has_rule(variable: AnyVariable) -> bool:
+    """Return True if :func:`synchronize` has declared how ranks combine a variable."""
+    return _RULES.get(variable) is not None
+
+
 class StateCombiner:
     """Combines the state of a model after a training step, by the rules of :func:`synchronize`.
 
@@ -123,18 +128,20 @@ class StateCombiner:
     """
 
     def __init__(self, model: keras.Model, group: cluster.Group) -> None:
+        self._model = model
         self._group = group
-        self._declared: list[tuple[Any, Rule]] = []
-        for _, variable in [*state_of(model)]:
-            rule = _RULES.get(variable)
-            if rule is not None and holding_of(variable) is None and group.size > 1:
-                self._declared.append((variable, rule))
-        self._before = [tf.identity(v) if rule == "sum" else None for v, rule in self._declared]
+        self._before = {id(v): tf.identity(v) for v, rule in self._declared() if rule == "sum"}
+
+    def _declared(self) -> list[tuple[Any, Rule]]:
+        """Return the variables with a rule. The step may declare more of them."""
+        state = [each.variable for each in state_of(self._model)] if self._group.size > 1 else []
+        rules = [(v, _RULES.get(v)) for v in state if holding_of(v) is None]
+        return [(v, rule) for v, rule in rules if rule is not None]
 
     @property
     def variables(self) -> list[AnyVariable]:
         """The variables that are combined."""
-        return [variable for variable, _ in self._declared]
+        return [variable for variable, _ in self._declared()]
 
     def combine(self, factor: tf.Tensor | None) -> None:
         """Assign the combined values. Every rank of the group must call it.
@@ -142,14 +149,15 @@ class StateCombiner:
         Args:
             factor: f_r = n_r N / b, see :mod:`hvdkit.collectives.batch_share`; None for 1.
         """
+        declared = [(v, rule) for v, rule in self._declared() if rule != "sum" or id(v) in self._before]
         parts: list[tf.Tensor] = []
-        for (variable, rule), before in zip(self._declared, self._before, strict=True):
+        for variable, rule in declared:
             dtype = tf.float64 if tf.as_dtype(variable.dtype).is_floating else tf.int64
             value = tf.cast(tf.convert_to_tensor(variable), dtype)
             if rule == "mean":
                 parts.append(value if factor is None else times_share(value, factor))
             elif rule == "sum":
-                parts.append(value - tf.cast(before, dtype))
+                parts.append(value - tf.cast(self._before[id(variable)], dtype))
             else:
                 parts.append(value if self._group.index == 0 else tf.zeros_like(value))
         group = None if self._group.size == cluster.size() else self._group
@@ -160,12 +168,11 @@ class StateCombiner:
             name = f"hvdkit.state.{dtype.name}"
             totals = grouped_allreduce([parts[i] for i in indices], ReduceOp.Sum, name, group)
             for i, total in zip(indices, totals, strict=True):
-                variable, rule = self._declared[i]
-                before = self._before[i]
+                variable, rule = declared[i]
                 if rule == "mean":
                     total /= self._group.size
-                elif before is not None:
-                    total += tf.cast(before, dtype)
+                elif rule == "sum":
+                    total += tf.cast(self._before[id(variable)], dtype)
                 variable.assign(tf.cast(total, variable.dtype))
 
 

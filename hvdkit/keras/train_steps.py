@@ -24,7 +24,7 @@ from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.keras.data_end import require_batch_on_every_rank
 from hvdkit.keras.loss_scopes import LossScopes
 from hvdkit.keras.losses import on_gathered_rows, rescaled, rescaled_vector
-from hvdkit.keras.moved_weights import warning_of_moved_weights
+from hvdkit.keras.moved_weights import watching_assignments
 from hvdkit.keras.rank_state import StateCombiner, state_of
 from hvdkit.keras.shares import number_of_rows, slice_tensor
 from hvdkit.keras.source_checks import warn_of_sums
@@ -64,6 +64,7 @@ class ShareSteps:
         self.step_scope: StepScope | None = None
         self._is_checked = False
         self.loss_scopes = LossScopes(loss_scope)
+        self._independent: dict[int, bool] = {}  # for the ids of state variables
         # Create variables here: a step that creates variables is traced twice.
         self.last_factor = tf.Variable(1.0, trainable=False, dtype=tf.float64, name="hvdkit_last_factor")
         self.digests = tf.Variable(0, trainable=False, dtype=tf.int64, name="hvdkit_digests")
@@ -84,14 +85,14 @@ class ShareSteps:
             factor = info.get("factor")
             self._create_variables(name, step, data, factor)
             state = StateCombiner(self._model, cluster.group(cluster.DATA)) if name == "train" else None
-            moves = self._warning_of_moves(name, data)
+            watching = self._watching(name, data)
             sums = self._test_step(own_step, data) if name == "train" else None
             with (
                 tf.control_dependencies([] if sums is None else [sums]),
                 self._restored_if_empty(factor),
                 share_of_batch(factor, sums),
                 self._global_losses(data),
-                moves,
+                watching,
             ):
                 logs = step(data)
                 if self.step_scope is not None:
@@ -104,8 +105,9 @@ class ShareSteps:
 
         return on_share
 
-    def _warning_of_moves(self, name: str, data: Any) -> contextlib.AbstractContextManager[None]:
-        return warning_of_moved_weights(self._model, data) if name == "train" else contextlib.nullcontext()
+    def _watching(self, name: str, data: Any) -> contextlib.AbstractContextManager[None]:
+        is_training = name == "train"
+        return watching_assignments(self._model, data, self._independent) if is_training else contextlib.nullcontext()
 
     def _test_step(self, own_step: Step, data: Any) -> tf.Tensor | None:
         """Return whether the gradients of the model's own step are those of a sum; None if it is not tested."""
@@ -178,6 +180,8 @@ class ShareSteps:
 
         def assign() -> tf.Tensor:
             for variable, value in zip(variables, values, strict=True):
+                if self._independent.get(id(variable)):  # e.g. the number of the step
+                    continue
                 variable.assign(tf.ensure_shape(value, variable.shape))
             return tf.constant(True)
 
@@ -209,8 +213,8 @@ class ShareSteps:
         @tf.function(autograph=False)  # no tape records inside init_scope
         def on_share(data: Any, factor: Any) -> None:
             losses = contextlib.nullcontext() if name == "predict" else self._global_losses(data)
-            moves = self._warning_of_moves(name, data)  # functions that the step calls are traced here only
-            with share_of_batch(factor), losses, moves:
+            watching = self._watching(name, data)  # functions that the step calls are traced here only
+            with share_of_batch(factor), losses, watching:
                 step(data)
 
         specs = tree.map_structure(lambda x: None if x is None else tf.type_spec_from_value(x), (data, factor))

@@ -50,7 +50,7 @@ def _is_used_after_update(graph: Any, handle: tf.Tensor, data: Any) -> bool:
     """Return True if a collective depends on a value of the variable that was read after an update by the batch."""
     place = {op: i for i, op in enumerate(graph.get_operations())}  # in the order of the program
     users = handle.consumers()
-    updates = [op for op in users if op.type in _UPDATES and depends_on_rows(op.inputs[1], data, is_gradient=True)]
+    updates = [op for op in users if op.type in _UPDATES and depends_on_rows(op.inputs[1], data)]
     if not updates:
         return False
     first = min(place[op] for op in updates)

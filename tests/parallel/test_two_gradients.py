@@ -1,12 +1,13 @@
 """Steps that move the weights by a first gradient and take a second one there, as SAM does (arXiv:2010.01412)."""
 
+import contextlib
 import logging
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.as_one import line, raises_on_several
+from helpers.as_one import line, raises_on_several, same_values
 
 import hvdkit as hk
 from hvdkit.cluster.logs import warn_once
@@ -66,21 +67,32 @@ def test_a_step_with_a_gradient_of_its_own_rows_gets_the_remedy(rng):
     inputs = keras.Input((4,))
     model = Published(inputs, keras.layers.Dense(1)(inputs))
     model.compile("sgd", "mse")
-    words = r"after the first update: .*, as SAM does, average that with hk\.average_gradients first; see .*as-in-sam"
-    with raises_on_several(hk.CollectiveMismatchError, words):
+    words = (
+        r"^train_step of Published: got a step that moves .* by a gradient of this rank's rows, as SAM does, expected "
+        r"the gradient of the global batch, .*; average it first, hk\.average_gradients.*; see .*as-in-sam"
+    )
+    before = model.get_weights()
+    with raises_on_several(hk.HvdkitError, words):
         hk.fit(model, x, y, batch_size=6, verbose=0)
+    if hk.size() > 1:  # before the first step
+        same_values(model.get_weights(), hk.broadcast_object(before))
 
 
 @pytest.fixture
-def warned(caplog, monkeypatch):
-    """Return a function that runs hk.fit with a model, and returns whether the chief has warned of moved weights."""
+def outcome(caplog, monkeypatch):
+    """Return a function that runs hk.fit with a model: "error", "warning" by the chief, or None."""
     monkeypatch.setattr(logging.getLogger("hvdkit"), "propagate", True)
 
     def fit(model, x, y):
         warn_once.cache_clear()
         caplog.clear()
-        hk.fit(model, x, y, batch_size=7, verbose=0)
-        return any("by a gradient of this rank's rows, as SAM does" in text for text in caplog.messages)
+        words = "by a gradient of this rank's rows, as SAM does"
+        try:
+            hk.fit(model, x, y, batch_size=7, verbose=0)
+        except hk.HvdkitError as error:
+            assert words in str(error)
+            return "error"
+        return "warning" if any(words in text for text in caplog.messages) else None
 
     return fit
 
@@ -136,6 +148,14 @@ class ByAveragedGradientsOfAFunction(ByAveragedGradients):
     gradients = tf.function(ByAveragedGradients.gradients)
 
 
+class ByGradientsOfTasks(ByGradients):
+    """Meta-learning: each row is a task, and moves the weights alone."""
+
+    def move(self, x, y):
+        for row in range(2):
+            super().move(x[row : row + 1], y[row : row + 1])
+
+
 class ByNothing(Moves):
     """What steps do with values that do not depend on a gradient of the batch."""
 
@@ -152,14 +172,58 @@ class ByNothing(Moves):
 
 
 @pytest.mark.ranks(1, 2)
-def test_moves_by_a_gradient_of_the_rows_of_a_rank_get_a_warning(rng, warned):
+def test_moves_by_a_gradient_of_the_rows_of_a_rank_are_refused_or_get_a_warning(rng, outcome):
     x, y = line(rng)
-    own = [ByGradients, ByGradientsOfAFunction, ByAFunction]
-    found = []
-    for kind in (*own, ByReducedGradients, ByAveragedGradients, ByAveragedGradientsOfAFunction, ByNothing):
+    expected = dict.fromkeys((ByGradients, ByGradientsOfAFunction, ByAFunction), "error")
+    expected[ByGradientsOfTasks] = "warning" if hk.is_chief() else None
+    expected |= dict.fromkeys((ByAveragedGradients, ByReducedGradients, ByAveragedGradientsOfAFunction, ByNothing))
+    for kind, wanted in expected.items():
         inputs = keras.Input((3,))
         model = kind(inputs, keras.layers.Dense(1)(keras.layers.Dense(8, "tanh")(inputs)))
         model.compile(keras.optimizers.SGD(0.1), "mse")
-        if warned(model, x, y):
-            found.append(kind)
-    assert found == (own if hk.size() > 1 and hk.is_chief() else [])
+        assert outcome(model, x, y) == (wanted if hk.size() > 1 else None), kind
+
+
+class Keeps(keras.Model):
+    """Keeps a value for each step, which depends on the gradient by ``function``."""
+
+    function = staticmethod(tf.linalg.global_norm)
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        self.kept = tf.Variable(0.0, trainable=False)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.kept.assign(0.9 * self.kept + 0.1 * self.function(gradients))
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss}
+
+
+def test_state_that_is_not_linear_in_a_gradient_is_refused_before_the_first_step(rng):
+    x, y = line(rng)
+    functions = {
+        "norm": tf.linalg.global_norm,
+        "square": lambda grads: tf.reduce_sum(grads[0] * grads[0]),
+        "ratio": lambda grads: 1.0 / grads[1][0],
+        "averaged": lambda grads: tf.linalg.global_norm(hk.average_gradients(grads)),
+        "linear": lambda grads: grads[1][0] * 2.0 - grads[0][0, 0] / 3.0,
+    }
+    for name, function in functions.items():
+        results = []
+        for fit in (keras.Model.fit, hk.fit):
+            keras.utils.set_random_seed(1)
+            inputs = keras.Input((3,))
+            model = Keeps(inputs, keras.layers.Dense(1)(inputs))
+            model.function = function if fit is hk.fit or name != "averaged" else tf.linalg.global_norm
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+            is_refused = fit is hk.fit and name in ("norm", "square", "ratio")
+            words = r"^train_step of Keeps: got a step that keeps in .*\.kept what is not linear in a gradient"
+            with raises_on_several(hk.HvdkitError, words) if is_refused else contextlib.nullcontext():
+                fit(model, x[:20], y[:20], batch_size=7, shuffle=False, verbose=0)
+            results.append(float(model.kept))
+        if name in ("averaged", "linear"):
+            assert results[1] == pytest.approx(results[0], rel=1e-5), name
