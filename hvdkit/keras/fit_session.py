@@ -292,16 +292,28 @@ class FitSession:
     def running_alone(self, callback: str) -> Iterator[None]:
         """Run a callback that runs on the chief only: refuse what needs every rank."""
         token = _ALONE.set(callback)
-
-        def call(*_: Any, **__: Any) -> Any:
-            raise _refusal("__call__", callback, self.model.name)
-
-        attributes = {"call": call} if self.is_sharded() else {}
         try:
-            with swap_attributes(self.model, **attributes):
+            with contextlib.ExitStack() as stack:
+                for layer in self.model._flatten_layers():
+                    if any(shard_of(v) is not None for v in layer.variables):
+                        stack.enter_context(swap_attributes(layer, **self._refusing(layer, callback)))
                 yield
         finally:
             _ALONE.reset(token)
+
+    def _refusing(self, layer: Any, callback: str) -> dict[str, Any]:
+        """Return replacements for the methods of a layer or submodel that look up rows of sharded tables."""
+
+        def refusing(name: str) -> Callable[..., Any]:
+            def refuse(*_: Any, **__: Any) -> Any:
+                raise _refusal("__call__" if name == "call" else name, callback, layer.name)
+
+            return refuse
+
+        # Those of the model itself refuse by _as_in_keras.
+        is_submodel = isinstance(layer, keras.Model) and layer is not self.model
+        names = ("call", *_TRAINING_METHODS, *_LOOKUP_METHODS) if is_submodel else ("call",)
+        return {name: refusing(name) for name in names}
 
     def _reset_metrics(self, reset: Callable[[], None]) -> Callable[[], None]:
         """Wrap ``reset_metrics``: a metric that keeps its state has it on one rank, as states are summed over ranks."""

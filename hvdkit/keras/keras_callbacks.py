@@ -320,6 +320,11 @@ class CallbackList(keras.callbacks.CallbackList):
         found = gather(cluster.exchange(), "the first global batch", digest)
         digests = [digest for digest, _ in found]
         remedy = "give shuffle(), random maps and splits of the dataset a seed, and every rank the same files"
+        if any(each is not None and each.has_workers for each in (self._data, self._test_data)):
+            remedy = (
+                "its workers draw random numbers in another order on each rank: set workers=1 and "
+                "use_multiprocessing=False, or draw each batch from np.random.default_rng((seed, index))"
+            )
         compare(digests, "x", remedy, show=lambda *_: ("a different first batch", "equal global batches"))
         self._session.steps.loss_scopes.decide([scopes for _, scopes in found])
         self._session.compare_functions_after()

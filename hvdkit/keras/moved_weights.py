@@ -86,6 +86,8 @@ def watching_assignments(model: keras.Model, data: Any, independent: dict[int, b
         yield
         return
     batch = [x for x in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(x)]
+    # Otherwise the number of rows is a constant of the graph.
+    is_of_any_size = all(not x.shape.rank or x.shape[0] is None for x in batch)
     weights = [StateVariable(variable_name(v), v) for v in model.trainable_variables if not differs_by_rank(v)]
     state = state_of(model)
     uses: dict[int, _Use] = {}  # by the ids of variables
@@ -99,7 +101,8 @@ def watching_assignments(model: keras.Model, data: Any, independent: dict[int, b
                 before = uses.get(id(variable), use)
                 uses[id(variable)] = _Use(before.of_all_rows or use.of_all_rows, before.is_linear and use.is_linear)
             if is_state:
-                independent[id(variable)] = independent.get(id(variable), True) and _is_independent(value, variable)
+                is_independent = is_of_any_size and _is_independent(value, variable)
+                independent[id(variable)] = independent.get(id(variable), True) and is_independent
             return assign(value, *args, **kwargs)
 
         return watched_assign

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import tensorflow as tf
 from keras import tree
 
@@ -256,6 +257,11 @@ class LateAdapter(DataAdapter):
         self._adapter: DataAdapter | None = None
 
     @property
+    def py_dataset(self) -> keras.utils.PyDataset | None:
+        """The PyDataset of the adapter, once it is made."""
+        return getattr(self._adapter, "py_dataset", None)
+
+    @property
     def is_made(self) -> bool:
         """Return True if the adapter has been made."""
         return self._adapter is not None
@@ -313,6 +319,12 @@ class Shares(DataAdapter):
             problem = self._division.problem
             self._division.problem = None
             raise problem from None
+
+    @property
+    def has_workers(self) -> bool:
+        """Return True for a PyDataset whose batches several threads or processes make."""
+        dataset = getattr(self.inner, "py_dataset", None)
+        return dataset is not None and (dataset.workers > 1 or dataset.use_multiprocessing)
 
     @property
     def may_be_empty(self) -> bool:

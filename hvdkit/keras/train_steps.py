@@ -278,13 +278,14 @@ class ShareSteps:
             yield
 
     def _rescaled_attributes(self, layer: Any) -> dict[str, Any]:
-        """Return the rescaled losses in attributes of ``layer``. Those of layers may have a value for each row."""
+        """Return the rescaled losses in attributes of ``layer``.
+
+        Those with a value for each row are left: the step or layer reduces them itself.
+        """
         found: dict[str, Any] = {}
         for name, value in vars(layer).items():
             is_compiled = layer is self._model and name in _COMPILED_LOSSES
-            if not isinstance(value, keras.losses.Loss) or is_compiled:
-                continue
-            if layer is self._model or value.reduction not in (None, "none"):
+            if isinstance(value, keras.losses.Loss) and not is_compiled and value.reduction not in (None, "none"):
                 found[name] = rescaled(value, self.loss_scopes)
         return found
 

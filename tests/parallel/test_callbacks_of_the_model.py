@@ -165,3 +165,74 @@ def test_a_callback_of_the_chief_alone_cannot_use_sharded_tables(rng):
 
     with raises_on_several(hk.HvdkitError, r"Gathers, which runs on the chief only, and calls hk\.predict"):
         hk.fit(model, ids, y, batch_size=8, verbose=0, callbacks=[hk.callbacks.on_chief(Gathers())])
+
+
+class OfSubmodels(keras.callbacks.Callback):
+    """Looks at a submodel, and at a model of the first layers, as monitors of autoencoders do."""
+
+    def __init__(self, x):
+        super().__init__()
+        self.x = x
+        self.results = []
+
+    def on_train_begin(self, logs=None):
+        self.features = keras.Model(self.model.inputs, self.model.layers[-1].input)
+
+    def on_epoch_end(self, epoch, logs=None):
+        encoder = next(each for each in self.model.layers if isinstance(each, keras.Model))
+        self.results += [encoder.predict(self.x, verbose=0), encoder.predict_on_batch(self.x), encoder(self.x)]
+        self.results += [self.features.predict(self.x, verbose=0), self.features(self.x)]
+
+    on_train_batch_end = on_epoch_end
+
+
+@pytest.mark.ranks(1, 2)
+def test_callbacks_may_use_submodels(rng):
+    x, y = line(rng, 16)
+
+    def build():
+        encoder = keras.Sequential([keras.Input((3,)), layers.Dense(2, "tanh")])
+        inputs = keras.Input((3,))
+        model = keras.Model(inputs, layers.Dense(1)(encoder(inputs)))
+        model.compile(keras.optimizers.SGD(0.01), "mse", metrics=["mae"])
+        return model
+
+    options = {"batch_size": 8, "epochs": 2, "shuffle": False}
+    of_one = OfSubmodels(x[:5])
+    one, expected = plain(build, x, y, callbacks=[of_one], **options)
+    for wrap in (lambda callback: callback, hk.callbacks.on_chief):
+        of_many = OfSubmodels(x[:5])
+        many, found = ported(build, x, y, callbacks=[wrap(of_many)], **options)
+        same_logs(found, expected)
+        same_weights(many, one)
+        for mine, theirs in zip(of_many.results, of_one.results, strict=bool(of_many.results)):
+            np.testing.assert_allclose(mine, theirs, rtol=2e-4, atol=2e-5)
+        assert len(of_many.results) == (30 if wrap is not hk.callbacks.on_chief or hk.is_chief() else 0)
+
+
+def test_a_callback_of_the_chief_alone_cannot_use_submodels_with_sharded_tables(rng):
+    ids, y = rng.integers(0, 12, size=(16, 3)), np.zeros((16, 1), "float32")
+    tower = keras.Sequential([hk.layers.ShardedEmbedding(12, 2), layers.Flatten()], name="tower")
+    model = keras.Sequential([tower, layers.Dense(1)])
+    model.compile("sgd", "mse")
+
+    class Looks(keras.callbacks.Callback):
+        def __init__(self, method):
+            super().__init__()
+            self.method = method
+
+        def on_epoch_end(self, epoch, logs=None):
+            function = tower if self.method == "__call__" else getattr(tower, self.method)
+            assert function(ids).shape == (16, 6)
+
+    for method in ("predict", "predict_on_batch", "__call__"):
+        hk.fit(model, ids, y, batch_size=8, verbose=0, callbacks=[Looks(method)])
+        with raises_on_several(hk.HvdkitError, rf"Looks, which runs on the chief only, and calls tower\.{method}"):
+            hk.fit(model, ids, y, batch_size=8, verbose=0, callbacks=[hk.callbacks.on_chief(Looks(method))])
+
+    class LooksAtTable(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            tower.layers[0](ids)
+
+    with raises_on_several(hk.HvdkitError, r"LooksAtTable, which runs on the chief only, and calls .*\.__call__"):
+        hk.fit(model, ids, y, batch_size=8, verbose=0, callbacks=[hk.callbacks.on_chief(LooksAtTable())])

@@ -335,3 +335,46 @@ def test_the_end_of_an_epoch_waits_for_no_tuner():
     }
     enabled = {kind: data.shares().get_tf_dataset().options().autotune.enabled for kind, data in given.items()}
     assert enabled == dict.fromkeys(given, False) | {"dataset": None}
+
+
+class Augmented(keras.utils.PyDataset):
+    """Batches with random noise, made by workers, as those of ``ImageDataGenerator``."""
+
+    def __init__(self, x, y, workers, by_index):
+        super().__init__(workers=workers)
+        self.x, self.y, self.by_index = x, y, by_index
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        rows = slice(7 * index, 7 * index + 7)
+        # With workers, which batch gets which numbers differs from rank to rank.
+        seed = (1, index) if self.by_index else (1, index, hk.rank()) if self.workers > 1 else (1, index)
+        return self.x[rows] + 0.1 * np.random.default_rng(seed).normal(size=self.x[rows].shape), self.y[rows]
+
+
+def test_workers_that_draw_other_numbers_get_the_remedy_that_fits(rng):
+    x, y = line(rng, 21)
+
+    def build():
+        model = keras.Sequential([keras.Input((3,)), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        return model
+
+    words = r"^x: got a different first batch .*; its workers draw .*: set workers=1 .*default_rng\(\(seed, index\)\)"
+    data = Augmented(x, y, workers=2, by_index=False)
+    for call in (
+        lambda: hk.fit(build(), data, shuffle=False, verbose=0),
+        lambda: hk.evaluate(build(), data, verbose=0),
+    ):
+        with pytest.raises(hk.CollectiveMismatchError, match=words):
+            call()
+    with pytest.raises(hk.CollectiveMismatchError, match=words):
+        hk.fit(build(), x, y, validation_data=data, verbose=0)
+    for workers, by_index in ((1, False), (2, True)):  # both remedies
+
+        def make_data(workers=workers, by_index=by_index):
+            return Augmented(x, y, workers, by_index)
+
+        compare(build, make_data, epochs=2, shuffle=False)

@@ -36,6 +36,50 @@ def test_a_loss_of_one_number_for_each_row_is_refused():
         hk.fit(model, np.ones((8, 3)), np.ones((8, 1)), verbose=0)
 
 
+class ReducesItself(keras.Model):
+    """A ``train_step`` and a layer with loss objects for each row, whose values they reduce."""
+
+    def __init__(self):
+        super().__init__()
+        self.error = losses.MeanSquaredError(reduction="none")
+        self.dense = layers.Dense(1)
+        self.loss_tracker = keras.metrics.Mean(name="loss")
+
+    @property
+    def metrics(self):
+        return [self.loss_tracker]
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y, weights = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self.error(y, self(x)) * weights)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        self.loss_tracker.update_state(loss)
+        return {"loss": self.loss_tracker.result()}
+
+    def test_step(self, data):
+        x, y, weights = data
+        self.loss_tracker.update_state(tf.reduce_mean(self.error(y, self(x)) * weights))
+        return {"loss": self.loss_tracker.result()}
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_step_may_reduce_the_losses_of_rows_itself(rng):
+    x = rng.normal(size=(22, 3)).astype("float32")
+    data = (x, x[:, :1] * 2, rng.uniform(size=22).astype("float32"))
+
+    def build():
+        model = ReducesItself()
+        model.compile(keras.optimizers.SGD(0.05))
+        return model
+
+    compare(build, tf.data.Dataset.from_tensor_slices(data).batch(7), epochs=2)
+    compare(build, *data[:2], sample_weight=data[2], batch_size=7, epochs=2, shuffle=False, validation_data=data)
+
+
 class Coupled(keras.Model):
     """A model in which each row's loss depends on all rows of the global batch, which the port gathers."""
 

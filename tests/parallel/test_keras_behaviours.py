@@ -548,6 +548,32 @@ def test_a_model_may_have_its_own_methods(rng):
         assert len(hk.fit(model, x, y, verbose=0).history["loss"]) == 1
 
 
+class Named(keras.Sequential):
+    """A model whose own ``fit`` has the arguments that its author uses."""
+
+    def fit(self, x, y, rounds=2, **options):
+        for _ in range(rounds):
+            history = super().fit(x=2.0 * x, y=y, **options)
+        return history
+
+
+def test_an_own_fit_may_have_other_arguments(rng):
+    x, y = line(rng, 22)
+
+    def build():
+        model = Named([keras.Input((3,)), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        return model
+
+    options = {"batch_size": 8, "shuffle": False, "epochs": 2}
+    one, expected = plain(build, x, y, **options)
+    assert len(expected["loss"]) == 2
+    for arguments in ((x, y), ()):
+        many, found = ported(build, *arguments, **options | ({} if arguments else {"x": x, "y": y}))
+        same_logs(found, expected)
+        same_weights(many, one)
+
+
 def test_a_stateful_rnn_is_built_for_the_rows_of_a_rank(rng):
     x, y = rng.normal(size=(16, 4, 2)).astype("float32"), np.zeros((16, 1), "float32")
 
