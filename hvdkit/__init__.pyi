@@ -60,6 +60,7 @@ from .keras.fitting import fit as fit
 from .keras.loading import load_model as load_model
 from .keras.predicting import predict as predict
 from .keras.rank_state import synchronize as synchronize
+from .keras.step_check import check_step as check_step
 from .optimizer.average import average_gradients as average_gradients
 from .optimizer.distributed import DistributedOptimizer as DistributedOptimizer
 from .optimizer.local_variables import register_local_variables as register_local_variables

@@ -119,6 +119,9 @@ def not_constant(x: tf.Tensor) -> tf.Tensor:
     return depending_on(true_at_run_time(), x)
 
 
+TRUE_AT_RUN_TIME = "hvdkit_true_at_run_time"
+
+
 def true_at_run_time() -> tf.Tensor:
     """Return True, as a value that TensorFlow does not know while it optimizes the graph.
 
@@ -126,7 +129,8 @@ def true_at_run_time() -> tf.Tensor:
     enabled. The op has its own seed and state, so it changes no other random numbers.
     """
     with tf.device("/CPU:0"):
-        return tf.raw_ops.RandomUniform(shape=tf.zeros([0], tf.int32), dtype=tf.float32, seed=1, seed2=1) >= 0
+        no_values = tf.zeros([0], tf.int32)
+        return tf.raw_ops.RandomUniform(shape=no_values, dtype=tf.float32, seed=1, seed2=1, name=TRUE_AT_RUN_TIME) >= 0
 
 
 def _may_be_constant(x: tf.Tensor) -> bool:

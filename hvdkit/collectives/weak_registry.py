@@ -85,3 +85,8 @@ class Attached(Generic[Value]):
         """Return the value of ``owner``, or None."""
         found: Value | None = vars(owner).get(self._name)
         return found
+
+    def remove(self, owner: object) -> None:
+        """Remove the value of ``owner``, if it has one."""
+        if self._name in vars(owner):
+            object.__delattr__(owner, self._name)

@@ -421,6 +421,11 @@ _SESSIONS: Attached[FitSession] = Attached("_hvdkit_session")
 end_of_plain_fit: Attached[Callable[[], None]] = Attached("_hvdkit_end_of_plain_fit")
 
 
+def forget_session(model: Any) -> None:
+    """Have the next call of ``hk.fit`` trace the model's steps again."""
+    _SESSIONS.remove(model)
+
+
 def is_running(model: Any) -> bool:
     """Return True while ``hk.fit``, ``hk.evaluate`` or ``hk.predict`` runs a model."""
     session = _SESSIONS.get(model)

@@ -17,10 +17,11 @@ from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.keras.fit_session import FitSession, check_model, check_not_alone, warn_of_local_statistics
 from hvdkit.keras.global_batch_shares import GlobalBatchShares
 from hvdkit.keras.inputs import DataPair, FitData, check_batch_size_of_model, prepare_data
-from hvdkit.keras.keras_callbacks import CallbackList
+from hvdkit.keras.keras_callbacks import WRITERS, CallbackList
 from hvdkit.keras.loss_scopes import LossScope, check_loss_scope
 from hvdkit.keras.model_optimizers import warn_of_float8, warn_of_repeated_rows
 from hvdkit.keras.own_methods import call_own, has_own, keras_method
+from hvdkit.keras.step_recording import StepRecorder
 from hvdkit.keras.strategies import outside_strategy
 from hvdkit.keras.supervisor_callback import SupervisorCallback
 
@@ -207,15 +208,23 @@ def _fit(
         return training_shares, validation_shares
 
     shares, validation_shares = prepare_data(call, build)
+    recorder = StepRecorder.from_environment()
+    if recorder is not None:  # this program is checked: it ends after some steps, and writes no files
+        logdir = None
+        callbacks = [recorder, *(each for each in tree.flatten(callbacks or []) if not isinstance(each, WRITERS))]
     may_be_empty = shares.may_be_empty or (validation_shares is not None and validation_shares.may_be_empty)
-    session = FitSession.of(model, may_be_empty=may_be_empty, loss_scope=loss_scope)
-    warn_of_repeated_rows(model)
-    warn_of_float8(model)
-    warn_of_local_statistics(model)
-    if logdir is not None:
-        position = shares.position if isinstance(shares, GlobalBatchShares) else None
-        callbacks = [SupervisorCallback(logdir, data=position, save_epochs=True), *tree.flatten(callbacks or [])]
-    with session.running(shares, validation_shares), _validating_by(model, validation_arguments):
+    with contextlib.ExitStack() as stack:
+        if recorder is not None:
+            stack.enter_context(recorder.observing(model))
+        session = FitSession.of(model, may_be_empty=may_be_empty, loss_scope=loss_scope)
+        warn_of_repeated_rows(model)
+        warn_of_float8(model)
+        warn_of_local_statistics(model)
+        if logdir is not None:
+            position = shares.position if isinstance(shares, GlobalBatchShares) else None
+            callbacks = [SupervisorCallback(logdir, data=position, save_epochs=True), *tree.flatten(callbacks or [])]
+        stack.enter_context(session.running(shares, validation_shares))
+        stack.enter_context(_validating_by(model, validation_arguments))
         callback_list = CallbackList(
             callbacks, session, shares, validation_shares, verbose=verbose, epochs=epochs, steps=steps_per_epoch
         )

@@ -23,12 +23,13 @@ from hvdkit.keras.fit_session import FitSession
 from hvdkit.keras.model_optimizers import optimizers_of
 from hvdkit.keras.row_gathering import gather_rows
 from hvdkit.keras.shares import Shares
+from hvdkit.keras.step_recording import StepRecorder
 from hvdkit.layers.batch_norm import check_batch_normalization
 from hvdkit.machine.terminal import on_terminal
 from hvdkit.sharding.variables import compare_variables
 
 # Callbacks that write files or connect to a server.
-_WRITERS = (
+WRITERS = (
     keras.callbacks.ModelCheckpoint,
     keras.callbacks.CSVLogger,
     keras.callbacks.TensorBoard,
@@ -37,7 +38,7 @@ _WRITERS = (
     *filter(None, [getattr(keras.callbacks, "OrbaxCheckpoint", None)]),  # since Keras 3.14
 )
 _DISPLAYS = (keras.callbacks.ProgbarLogger, keras.callbacks.History)
-_CHIEF_ONLY = (*_WRITERS, *_DISPLAYS)  # may be passed on the chief only
+_CHIEF_ONLY = (*WRITERS, *_DISPLAYS)  # may be passed on the chief only
 
 
 def _reads_batch_logs(callback: Any) -> bool:
@@ -45,7 +46,7 @@ def _reads_batch_logs(callback: Any) -> bool:
     if isinstance(callback, _DISPLAYS):
         return False
     if type(callback).__module__.startswith("hvdkit."):
-        return False
+        return isinstance(callback, StepRecorder)
     if isinstance(callback, keras.callbacks.TensorBoard):
         return callback.update_freq != "epoch"
     if isinstance(callback, (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)):
@@ -69,7 +70,7 @@ def _global_output(output: Any, rows: np.ndarray) -> Any:
 
 def _is_alone(callback: Any) -> bool:
     """Return True for a callback of the chief that other ranks do not have."""
-    return cluster.size() > 1 and (isinstance(callback, _WRITERS) or is_on_chief(callback))
+    return cluster.size() > 1 and (isinstance(callback, WRITERS) or is_on_chief(callback))
 
 
 def _may_raise(callback: Any) -> bool:
@@ -144,7 +145,7 @@ class CallbackList(keras.callbacks.CallbackList):
         trains: bool = True,
     ) -> None:
         all_callbacks = tree.flatten(callbacks) if callbacks else []
-        local_callbacks = [c for c in all_callbacks if cluster.is_chief() or not isinstance(c, _WRITERS)]
+        local_callbacks = [c for c in all_callbacks if cluster.is_chief() or not isinstance(c, WRITERS)]
         local_verbose = _local_verbose(verbose)
         self._session = session
         self._data = data
@@ -231,7 +232,7 @@ class CallbackList(keras.callbacks.CallbackList):
         if not self._combines_batch_logs:
             self._call("on_train_batch_end", batch, logs)
             return
-        logs = self._session.metric_combiner.combine(logs)
+        logs = self._session.metric_combiner.combine(logs, of_batch=True)
         self._agree(f"on_train_batch_end of batch {batch}", lambda: self._call("on_train_batch_end", batch, logs))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

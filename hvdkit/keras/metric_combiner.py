@@ -31,18 +31,20 @@ class MetricCombiner:
         self._factor = factor
         self._original = model._get_metrics_result_or_logs
 
-    def combine(self, logs: Any, *, keeps_totals: bool = False) -> Any:
+    def combine(self, logs: Any, *, keeps_totals: bool = False, of_batch: bool = False) -> Any:
         """Return the logs for Keras to report. Every rank must call it.
 
         Args:
             logs: the return value of the last step.
+            of_batch: return logs of a batch: Keras passes what the step has returned to callbacks, also if it is the
+                metrics' names with other values.
             keeps_totals: leave the states of the job in the metrics, as in one process. Keras resets the metrics, or
                 has them reset, before the next step.
         """
         size = cluster.group(cluster.DATA).size
         group = data_group()
         if size == 1 or not isinstance(logs, Mapping):
-            return tree.map_structure(np.asarray, self._original(logs))
+            return tree.map_structure(np.asarray, logs if of_batch else self._original(logs))
         variables = metric_states(self._model)
         local = self.states()
         values = [value for _, value in local]
@@ -53,7 +55,7 @@ class MetricCombiner:
         results = tree.map_structure(np.asarray, self._model.get_metrics_result())
         totals = self.states()
         self.restore(local)
-        if set(logs) != set(results):
+        if of_batch or set(logs) != set(results):
             results = self._with_means(_flat(logs), self._model.get_metrics_result(), results, group)
         if keeps_totals:
             self.restore(totals)

@@ -17,7 +17,7 @@ from hvdkit.cluster.logs import warn_once
 from hvdkit.collectives.ops import ReduceOp
 from hvdkit.collectives.weak_registry import Attached
 from hvdkit.errors import describe
-from hvdkit.keras.attribute_swap import swap_attributes
+from hvdkit.keras.attribute_swap import exchange_attributes, swap_attributes
 from hvdkit.optimizer.copies import Original
 from hvdkit.optimizer.distributed import distribute
 from hvdkit.optimizer.mixins import DistributedMixin
@@ -43,17 +43,47 @@ def distribute_optimizers(model: Any) -> None:
         config.config["optimizer"] = model.optimizer  # saved with the model; its learning rate is current
 
 
+@contextlib.contextmanager
+def original_attributes(model: Any) -> Iterator[None]:
+    """Undo what :func:`distribute_optimizers` does inside: restore the model's own optimizers."""
+    config = getattr(model, "_compile_config", None)
+    settings: dict[str, Any] = {} if config is None else config.config
+    compiled = settings.get("optimizer")
+    attributes = [
+        (owner, {name: value for name, value in vars(owner).items() if _has_optimizers(value)})
+        for owner in _owners(model)
+    ]
+    copies = [(optimizer, _COPIES.get(optimizer)) for optimizer in all_optimizers(model)]
+    try:
+        yield
+    finally:
+        for owner, values in attributes:
+            exchange_attributes(owner, values)
+        for optimizer, copy in copies:
+            if copy is None:
+                _COPIES.remove(optimizer)
+            else:
+                _COPIES.set(optimizer, copy)
+        if compiled is not None:
+            settings["optimizer"] = compiled
+
+
+def _has_optimizers(value: Any) -> bool:
+    return isinstance(value, keras.optimizers.Optimizer) or any(map(_has_optimizers, _items(value)))
+
+
 def optimizers_of(model: Any) -> list[Any]:
     """Return the distinct distributed optimizers of a model."""
-    return [each for each in _all_optimizers(model) if isinstance(each, DistributedMixin)]
+    return [each for each in all_optimizers(model) if isinstance(each, DistributedMixin)]
 
 
 def plain_optimizers_of(model: Any) -> list[Any]:
     """Return the distinct optimizers of a model that are not distributed."""
-    return [each for each in _all_optimizers(model) if not isinstance(each, DistributedMixin)]
+    return [each for each in all_optimizers(model) if not isinstance(each, DistributedMixin)]
 
 
-def _all_optimizers(model: Any) -> list[Any]:
+def all_optimizers(model: Any) -> list[Any]:
+    """Return the distinct optimizers of a model, in attributes of it and its layers."""
     optimizers: dict[int, Any] = {}
 
     def collect(value: Any) -> None:

@@ -94,6 +94,13 @@ class FirstRows:
         run = lambda: tf.ensure_shape(tf.numpy_function(store, tensors, tf.bool), [])  # noqa: E731
         self._is_stored.assign(tf.cond(self._is_stored, lambda: True, run))
 
+    def digest(self) -> str:
+        """Return a digest of the rows that this rank has stored; "" without any."""
+        hasher = xxhash.xxh3_128()
+        for array in self._arrays or ():
+            hasher.update(repr(array.tolist()).encode())
+        return "" if self._arrays is None else hasher.hexdigest()
+
     def broadcast(self) -> Any:
         """Return the chief's rows; None if no step has stored any. Every rank must call it."""
         arrays = broadcast_object(self._arrays)
@@ -124,7 +131,7 @@ def compare_functions(model: Any, rows: Any) -> None:
     Raises:
         CollectiveMismatchError: on some rank, a layer computes other outputs; the message names the first one.
     """
-    with _unchanged(model):
+    with unchanged(model):
         outputs = _layer_outputs(model, rows)
         expected = broadcast_object(outputs)
         exchange = cluster.exchange()
@@ -347,10 +354,15 @@ def _digest(value: Any) -> str | None:
 
 
 @contextlib.contextmanager
-def _unchanged(model: Any) -> Iterator[None]:
-    """Restore the attributes of layers, their state and all random generators, which calls may change."""
+def unchanged(model: Any, *, attributes: bool = True) -> Iterator[None]:
+    """Restore the state of layers, losses and all random generators, which calls of a model may change.
+
+    Args:
+        model: a Keras model.
+        attributes: restore attributes of layers, too.
+    """
     layers = list(model._flatten_layers())
-    attributes = [dict(vars(layer)) for layer in layers]
+    before = [dict(vars(layer)) for layer in layers]
     losses = [list(getattr(layer, "_losses", ())) for layer in layers]
     variables = {id(v): v for v in _state(model, layers)}.values()
     values = [tf.identity(v) for v in variables]
@@ -361,8 +373,9 @@ def _unchanged(model: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        for layer, before, added in zip(layers, attributes, losses, strict=True):
-            _restore_attributes(layer, before)
+        for layer, known, added in zip(layers, before, losses, strict=True):
+            if attributes:
+                _restore_attributes(layer, known)
             if hasattr(layer, "_losses"):
                 layer._losses[:] = added
         for variable, value in zip(variables, values, strict=True):

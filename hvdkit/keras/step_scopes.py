@@ -16,7 +16,6 @@ that the step passes to metrics or returns.
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,10 +31,9 @@ from hvdkit.collectives.ops import ReduceOp
 from hvdkit.collectives.refusal import refusing_collectives
 from hvdkit.collectives.tensors import grouped_allreduce
 from hvdkit.errors import HvdkitError, describe, see
-from hvdkit.internals import context
 from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.keras.model_optimizers import optimizers_of
-from hvdkit.keras.rank_seeds import global_generator
+from hvdkit.keras.rank_functions import unchanged
 from hvdkit.keras.rank_state import state_of
 from hvdkit.keras.shares import data_group
 from hvdkit.sharding.shards import differs_by_rank, is_seed_state
@@ -169,7 +167,7 @@ class StepScope:
             return scopes
         half = number // 2
         try:
-            with self._nothing_remains():
+            with unchanged(self._model, attributes=False), _functions_run_eagerly():
                 runs = [self._run(step, data, *bounds, number) for bounds in [(0, number), (0, half), (half, number)]]
                 again = self._run(step, data, 0, number, number)
         except Exception:  # e.g. a collective, a fixed batch size, or something that is not possible eagerly
@@ -241,28 +239,16 @@ class StepScope:
         unique = {id(v): v for v in [*self._model.variables, *untracked, *metrics]}.values()
         return [v for v in unique if not differs_by_rank(v)]
 
-    @contextlib.contextmanager
-    def _nothing_remains(self) -> Iterator[None]:
-        """Restore variables, seeds and generators. Functions of the step run eagerly: they may need this thread."""
-        variables = [(v, v.numpy()) for v in self._variables()]
-        generator = global_generator().state
-        seed = generator.numpy()
-        python = random.getstate()
-        arrays = np.random.get_state()
-        operations = context.context()._rng.getstate() if context.context()._rng is not None else None
-        runs_eagerly = tf.config.functions_run_eagerly()
-        tf.config.run_functions_eagerly(True)
-        try:
-            yield
-        finally:
-            tf.config.run_functions_eagerly(runs_eagerly)
-            for variable, value in variables:
-                variable.assign(value)
-            generator.assign(seed)
-            random.setstate(python)
-            np.random.set_state(arrays)
-            if operations is not None:
-                context.context()._rng.setstate(operations)
+
+@contextlib.contextmanager
+def _functions_run_eagerly() -> Iterator[None]:
+    """Run tf.functions eagerly: TensorFlow may have no other thread for them while the step waits for its test."""
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(before)
 
 
 def has_own_step(model: Any) -> bool:
