@@ -216,6 +216,8 @@ def _fit(
     with contextlib.ExitStack() as stack:
         if recorder is not None:
             stack.enter_context(recorder.observing(model))
+        if loss_scope == "auto" and shares.has_whole_tensors:
+            loss_scope = "rows"
         session = FitSession.of(model, may_be_empty=may_be_empty, loss_scope=loss_scope)
         warn_of_repeated_rows(model)
         warn_of_float8(model)

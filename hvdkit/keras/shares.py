@@ -298,6 +298,8 @@ class Shares(DataAdapter):
         parts: how each tensor of a batch is divided (``hk.data.divide``); None if all have the same number of rows.
     """
 
+    _parts: Parts = None
+
     def __init__(
         self, inner: DataAdapter, data_rank: DataRank, *, may_start_mid_data: bool = False, parts: Parts = None
     ) -> None:
@@ -325,6 +327,11 @@ class Shares(DataAdapter):
         """Return True for a PyDataset whose batches several threads or processes make."""
         dataset = getattr(self.inner, "py_dataset", None)
         return dataset is not None and (dataset.workers > 1 or dataset.use_multiprocessing)
+
+    @property
+    def has_whole_tensors(self) -> bool:
+        """Return True if every rank gets a tensor of the batch whole, which must not be gathered."""
+        return self._parts is not None and WHOLE in tree.flatten(self._parts)
 
     @property
     def may_be_empty(self) -> bool:

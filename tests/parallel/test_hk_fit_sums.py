@@ -367,3 +367,30 @@ def test_sums_in_a_step_that_cannot_be_tested_are_named(rng, size, capfd):
     assert len(lines) == (hk.is_chief() and size > 1)
     assert all("compute_average_loss in line" in each and "SUMMED (reduction='sum')" in each for each in lines)
     assert not any("reduce_sum in line" in each for each in lines)
+
+
+def test_tensors_that_every_rank_gets_whole_are_not_gathered(rng):
+    x, y = line(rng, 24)
+    labels = np.repeat(y, 2, axis=1)
+
+    def make_dataset():
+        table = tf.data.Dataset.from_tensors(np.ones((4, 2), "float32")).repeat()
+        batches = tf.data.Dataset.from_tensor_slices((x, labels)).batch(8)
+        both = tf.data.Dataset.zip(batches, table).map(
+            lambda batch, scale: (batch[0], {"rows": batch[1], "scale": scale})
+        )
+        return hk.data.divide(both, ("rows", {"rows": "rows", "scale": "whole"}))
+
+    def scaled(labels, predicted):
+        return tf.reduce_mean(tf.square(labels["rows"] - predicted), axis=1) * tf.reduce_sum(labels["scale"]) / 8
+
+    class Scaled(keras.Sequential):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return tf.reduce_mean(scaled(y, y_pred))
+
+    def build():
+        model = Scaled([keras.Input((3,)), layers.Dense(2)])
+        model.compile(keras.optimizers.SGD(0.1))
+        return model
+
+    compare(build, make_dataset, epochs=2, rtol=1e-5, atol=1e-6)
