@@ -56,6 +56,13 @@ COMMANDS = {
         runner="hvdkit.commands.run.command:run",
         takes_program=True,
     ),
+    "check": Command(
+        "Compare the first steps of a program on one rank with those on several",
+        "hvdkit check -np 2 train.py",
+        config="hvdkit.commands.check:CheckSteps",
+        runner="hvdkit.commands.check:check",
+        takes_program=True,
+    ),
     "bench": Command(
         "Benchmark a training step on many ranks, and profile it",
         "hvdkit bench -np 2 --model cifar10 --profile runs/profile",

@@ -12,6 +12,7 @@ Kind = Literal["loss", "metric", "gradient", "variable", "state"]
 KINDS: tuple[Kind, ...] = ("loss", "metric", "gradient", "variable", "state")
 ORDER: tuple[Verdict, ...] = ("equal", "rounding", "random", "different")
 _ROWS_SHOWN = 40
+_NO_DIGITS = 0.1  # relative difference of values without a digit in common
 
 
 class ComparedValue(NamedTuple):
@@ -99,6 +100,8 @@ class CheckResult:
         for each in shown:
             cells = [("" if math.isnan(value) else f"{value:.6g}") for value in (each.one, each.many)]
             where = f" in step {each.step}" if each.verdict in ("different", "random") else ""
+            if each.verdict == "rounding" and each.difference > _NO_DIGITS:
+                where = " of zero"
             yield (
                 f"{each.kind:{kinds}}  {each.name:{width}}  {cells[0]:>10}  {cells[1]:>10}  "
                 f"{each.difference:>19.2g}  {each.verdict}{where}"

@@ -41,6 +41,7 @@ TUNE = "hvdkit tune -np 2 --model cifar10 --save cifar10.json"  # the folder is 
 # Commands, and examples that need several hosts or Slurm, which other files of tests run.
 COMMANDS_ELSEWHERE = {"bench": "jobs/test_bench_command.py", "doctor": "jobs/test_doctor.py"}
 COMMANDS_ELSEWHERE["docs"] = "unit/test_docs_command.py"
+COMMANDS_ELSEWHERE["check"] = "jobs/test_check_command.py"
 ELSEWHERE = {
     "hvdkit run -H node1:4,node2:4 -- python train.py": ("test_run_on_hosts.py", '"run", "-H", hosts.list'),
     "hvdkit run --slurm -- python train.py": ("test_slurm.py", "hvdkit run --slurm --engine mpirun"),

@@ -152,6 +152,33 @@ def test_an_optimizer_that_the_model_does_not_hold_is_an_error(rng):
         hk.fit(model, x, y, verbose=0)
 
 
+@pytest.mark.ranks(1, 2)
+def test_callbacks_of_batches_get_what_the_step_returns(rng):
+    """As in Keras, also if the step returns a loss under a metric's name, but updates no metric."""
+    x, y = line(rng)
+
+    class Untracked(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(self(x) - y))
+            self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+            return {"loss": loss}
+
+    class Reads(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(float(logs["loss"]))
+
+    found = []
+    for fit in (keras.Model.fit, hk.fit):
+        model = Untracked([keras.Input((3,)), layers.Dense(1, kernel_initializer="ones")])
+        model.compile(keras.optimizers.SGD(0.01))
+        seen: list[float] = []
+        fit(model, x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[Reads()])
+        found.append(seen)
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
+
+
 class OwnMetric(keras.metrics.Metric):
     """A metric with one variable, which ``update`` changes."""
 

@@ -56,6 +56,7 @@ STANDALONE = {
 }
 # Commands that may train, or read variables or data; and the table of commands, which imports nothing until one runs.
 MAY_TRAIN = {
+    "commands.check",
     "commands.checkpoint",
     "commands.cli",
     "commands.data",
