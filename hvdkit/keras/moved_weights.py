@@ -26,7 +26,7 @@ from hvdkit import cluster
 from hvdkit.cluster.logs import get_logger, warn_once
 from hvdkit.errors import HvdkitError, describe, see
 from hvdkit.keras.attribute_swap import swap_attributes
-from hvdkit.keras.rank_state import StateVariable, has_rule, state_of, synchronize
+from hvdkit.keras.rank_state import StateVariable, combine_sums, has_rule, state_of
 from hvdkit.sharding.shards import AnyVariable, differs_by_rank
 from hvdkit.sharding.variables import variable_name
 
@@ -53,7 +53,7 @@ _PRODUCTS = {"Mul", "MulNoNan", "RealDiv", "DivNoNan"}  # linear in one factor, 
 _READS = {"ReadVariableOp", "Placeholder"}
 
 
-class _Use(NamedTuple):
+class _GradientUse(NamedTuple):
     """How a value depends on a gradient of the batch."""
 
     of_all_rows: bool  # not only through a selection of rows
@@ -70,7 +70,9 @@ class _Visit(NamedTuple):
 
 
 @contextlib.contextmanager
-def watching_assignments(model: keras.Model, data: Any, independent: dict[int, bool]) -> Iterator[None]:
+def watching_assignments(
+    model: keras.Model, data: Any, independent: dict[int, bool], *, refuses: bool = True
+) -> Iterator[None]:
     """Look at what the training step traced in this context assigns.
 
     Args:
@@ -78,6 +80,7 @@ def watching_assignments(model: keras.Model, data: Any, independent: dict[int, b
         data: the batch of the step, with tensors of the graph that is being traced.
         independent: for the ids of state variables, whether all that is assigned is independent of the batch, such as
             the number of a step; updated here.
+        refuses: False if the user has declared that ranks may use gradients of their own rows.
 
     Raises:
         HvdkitError: at the end of the step: it assigns what N ranks cannot make equal to one process.
@@ -90,7 +93,7 @@ def watching_assignments(model: keras.Model, data: Any, independent: dict[int, b
     is_of_any_size = all(not x.shape.rank or x.shape[0] is None for x in batch)
     weights = [StateVariable(variable_name(v), v) for v in model.trainable_variables if not differs_by_rank(v)]
     state = state_of(model)
-    uses: dict[int, _Use] = {}  # by the ids of variables
+    uses: dict[int, _GradientUse] = {}  # by the ids of variables
 
     def watched(variable: AnyVariable, method: str, *, is_state: bool) -> Callable[..., Any]:
         assign = getattr(variable, method)
@@ -99,7 +102,9 @@ def watching_assignments(model: keras.Model, data: Any, independent: dict[int, b
             use = _use_of_gradient(value, batch)
             if use is not None:
                 before = uses.get(id(variable), use)
-                uses[id(variable)] = _Use(before.of_all_rows or use.of_all_rows, before.is_linear and use.is_linear)
+                uses[id(variable)] = _GradientUse(
+                    before.of_all_rows or use.of_all_rows, before.is_linear and use.is_linear
+                )
             if is_state:
                 is_independent = is_of_any_size and _is_independent(value, variable)
                 independent[id(variable)] = independent.get(id(variable), True) and is_independent
@@ -115,12 +120,14 @@ def watching_assignments(model: keras.Model, data: Any, independent: dict[int, b
                 stack.enter_context(swap_attributes(variable, **watches))
         yield
     step = f"train_step of {type(model).__name__}"
-    _check_moves(step, [(each, uses[id(each.variable)]) for each in weights if id(each.variable) in uses])
-    undeclared = [each for each in state if not has_rule(each.variable)]
-    _combine_sums(step, [(each, uses[id(each.variable)]) for each in undeclared if id(each.variable) in uses])
+    moved = [(each, uses[id(each.variable)]) for each in weights if id(each.variable) in uses]
+    if refuses:
+        _check_moves(step, moved)
+    undeclared = [each for each in state if id(each.variable) in uses and not has_rule(each.variable)]
+    _check_sums(step, [(each, uses[id(each.variable)]) for each in undeclared], refuses=refuses)
 
 
-def _check_moves(step: str, moved: list[tuple[StateVariable, _Use]]) -> None:
+def _check_moves(step: str, moved: list[tuple[StateVariable, _GradientUse]]) -> None:
     for each, use in moved:
         if use.of_all_rows:
             raise _refusal(step, f"moves {each.name} by a gradient of this rank's rows, as SAM does")
@@ -132,26 +139,34 @@ def _check_moves(step: str, moved: list[tuple[StateVariable, _Use]]) -> None:
         )
 
 
-def _combine_sums(step: str, sums: list[tuple[StateVariable, _Use]]) -> None:
-    """Declare how ranks combine sums of gradients."""
-    for each, use in sums:
-        if not use.is_linear or not tf.as_dtype(each.variable.dtype).is_floating:
-            raise _refusal(step, f"keeps in {each.name} what is not linear in a gradient of this rank's rows")
-        synchronize(each.variable, "mean")
+def _check_sums(step: str, kept: list[tuple[StateVariable, _GradientUse]], *, refuses: bool) -> None:
+    """Refuse what is no sum of gradients, and declare how ranks combine sums of gradients."""
+    sums: list[StateVariable] = []
+    others: list[str] = []
+    for each, use in kept:
+        if use.is_linear and tf.as_dtype(each.variable.dtype).is_floating:
+            sums.append(each)
+        else:
+            others.append(each.name)
+    if others and refuses:
+        raise _refusal(step, f"keeps in {others[0]} what is not linear in a gradient of this rank's rows")
+    for each in sums:
+        combine_sums(each.variable)
     if sums and cluster.is_chief():
         more = f" and {len(sums) - 1} more" if len(sums) > 1 else ""
         get_logger().info(
             "%s: sums gradients of its rank's rows in %s%s; ranks combine the sums after each step, as with "
             "hk.synchronize(variable, 'mean'); gradient_accumulation_steps of Keras's optimizers exchanges less",
             step,
-            sums[0][0].name,
+            sums[0].name,
             more,
         )
 
 
 def _refusal(step: str, what: str) -> HvdkitError:
     expected = "the gradient of the global batch, as in one process"
-    return HvdkitError(describe(step, f"a step that {what}", expected, f"{_AVERAGE}; {_PAGE}"))
+    remedy = f"{_AVERAGE}; or pass loss_scope='rows' if each rank may use its own"
+    return HvdkitError(describe(step, f"a step that {what}", expected, f"{remedy}; {_PAGE}"))
 
 
 def _is_independent(value: Any, variable: AnyVariable) -> bool:
@@ -182,7 +197,7 @@ def _is_independent(value: Any, variable: AnyVariable) -> bool:
 
 
 def depends_on_rows(value: Any, data: Any) -> bool:
-    """Return True if a value depends on the rows of a batch, not only through a collective.
+    """Return True if a value depends on the rows of a batch, without a collective in between.
 
     Args:
         value: a tensor of the graph of a step, or several.
@@ -192,12 +207,12 @@ def depends_on_rows(value: Any, data: Any) -> bool:
     return _use_of_gradient(value, batch, is_gradient=True) is not None
 
 
-def _use_of_gradient(value: Any, batch: Sequence[tf.Tensor], *, is_gradient: bool = False) -> _Use | None:
+def _use_of_gradient(value: Any, batch: Sequence[tf.Tensor], *, is_gradient: bool = False) -> _GradientUse | None:
     """Return how a value depends on a gradient of ``batch`` that no collective has combined; None if it does not.
 
     Args:
         value: a tensor of the graph of a step, or several.
-        batch: its tensors.
+        batch: the tensors of the batch.
         is_gradient: True if ``value`` counts as a gradient.
     """
     graphs = {x.graph for x in batch}  # of the step, whose other arguments are not the batch
@@ -205,14 +220,14 @@ def _use_of_gradient(value: Any, batch: Sequence[tf.Tensor], *, is_gradient: boo
     libraries: dict[int, dict[str, Any]] = {}
     seen: set[tuple[Any, ...]] = set()
     pending = [_Visit(tensor, is_gradient) for tensor in tf.nest.flatten(value, expand_composites=True)]
-    uses: list[_Use] = []
+    uses: list[_GradientUse] = []
     while pending:
         visit = pending.pop()
         tensor = visit.tensor
         if not tf.is_symbolic_tensor(tensor):  # a constant
             continue
         if visit.is_gradient and tensor.ref() in batch_references:
-            uses.append(_Use(not visit.is_selected, visit.is_linear))
+            uses.append(_GradientUse(not visit.is_selected, visit.is_linear))
             continue
         op = tensor.op
         if op.type == "IdentityN":  # of a custom gradient, as of hk.allreduce: results and arguments
@@ -222,7 +237,7 @@ def _use_of_gradient(value: Any, batch: Sequence[tf.Tensor], *, is_gradient: boo
             outer = [outside for outside, inside in tensor.graph.captures if inside is tensor]
             is_argument = not outer and tensor.graph not in graphs  # of a function that the step calls
             if visit.is_gradient and is_argument:
-                uses.append(_Use(not visit.is_selected, visit.is_linear))
+                uses.append(_GradientUse(not visit.is_selected, visit.is_linear))
             pending.extend(visit._replace(tensor=each) for each in outer)
             continue
         key = (op, *visit[1:])
@@ -246,7 +261,7 @@ def _use_of_gradient(value: Any, batch: Sequence[tf.Tensor], *, is_gradient: boo
             pending.append(_Visit(x, is_gradient, is_selected, is_linear))
     if not uses:
         return None
-    return _Use(any(use.of_all_rows for use in uses), all(use.is_linear for use in uses))
+    return _GradientUse(any(use.of_all_rows for use in uses), all(use.is_linear for use in uses))
 
 
 def _is_linear_product(op: tf.Operation, batch: Sequence[tf.Tensor]) -> bool:

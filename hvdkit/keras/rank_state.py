@@ -28,6 +28,7 @@ from hvdkit.sharding.variables import variable_name
 
 Rule = Literal["mean", "sum", "chief"]
 _RULES: WeakRegistry[Rule] = WeakRegistry()
+_SUMS: WeakRegistry[bool] = WeakRegistry()  # variables that sum gradients
 _NAMES_SHOWN = 3
 _MAX_DEPTH = 3  # of lists and dicts in attributes of layers
 _REMEDY = (
@@ -112,6 +113,12 @@ def synchronize(variables: AnyVariable | Iterable[AnyVariable], rule: Rule) -> N
         _RULES.set(variable, rule)
 
 
+def combine_sums(variable: AnyVariable) -> None:
+    """Declare ``"mean"`` for a variable that sums gradients. A step may use it after its update."""
+    synchronize(variable, "mean")
+    _SUMS.set(variable, True)
+
+
 def has_rule(variable: AnyVariable) -> bool:
     """Return True if :func:`synchronize` has declared how ranks combine a variable."""
     return _RULES.get(variable) is not None
@@ -140,8 +147,8 @@ class StateCombiner:
 
     @property
     def variables(self) -> list[AnyVariable]:
-        """The variables that are combined."""
-        return [variable for variable, _ in self._declared()]
+        """The variables that are combined, without sums of gradients."""
+        return [variable for variable, _ in self._declared() if variable not in _SUMS]
 
     def combine(self, factor: tf.Tensor | None) -> None:
         """Assign the combined values. Every rank of the group must call it.

@@ -61,10 +61,10 @@ class ShareSteps:
         self._on_new_variables = on_new_variables
         self.may_be_empty = may_be_empty
         self._traced: set[str] = set()
+        self._independent: dict[int, bool] = {}  # for the ids of state variables
         self.step_scope: StepScope | None = None
         self._is_checked = False
         self.loss_scopes = LossScopes(loss_scope)
-        self._independent: dict[int, bool] = {}  # for the ids of state variables
         # Create variables here: a step that creates variables is traced twice.
         self.last_factor = tf.Variable(1.0, trainable=False, dtype=tf.float64, name="hvdkit_last_factor")
         self.digests = tf.Variable(0, trainable=False, dtype=tf.int64, name="hvdkit_digests")
@@ -106,8 +106,10 @@ class ShareSteps:
         return on_share
 
     def _watching(self, name: str, data: Any) -> contextlib.AbstractContextManager[None]:
-        is_training = name == "train"
-        return watching_assignments(self._model, data, self._independent) if is_training else contextlib.nullcontext()
+        if name != "train":
+            return contextlib.nullcontext()
+        refuses = self.loss_scopes.loss_scope != "rows"
+        return watching_assignments(self._model, data, self._independent, refuses=refuses)
 
     def _test_step(self, own_step: Step, data: Any) -> tf.Tensor | None:
         """Return whether the gradients of the model's own step are those of a sum; None if it is not tested."""

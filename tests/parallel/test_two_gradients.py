@@ -83,12 +83,12 @@ def outcome(caplog, monkeypatch):
     """Return a function that runs hk.fit with a model: "error", "warning" by the chief, or None."""
     monkeypatch.setattr(logging.getLogger("hvdkit"), "propagate", True)
 
-    def fit(model, x, y):
+    def fit(model, x, y, **options):
         warn_once.cache_clear()
         caplog.clear()
         words = "by a gradient of this rank's rows, as SAM does"
         try:
-            hk.fit(model, x, y, batch_size=7, verbose=0)
+            hk.fit(model, x, y, batch_size=7, verbose=0, **options)
         except hk.HvdkitError as error:
             assert words in str(error)
             return "error"
@@ -149,11 +149,31 @@ class ByAveragedGradientsOfAFunction(ByAveragedGradients):
 
 
 class ByGradientsOfTasks(ByGradients):
-    """Meta-learning: each row is a task, and moves the weights alone."""
+    """Meta-learning: each row is a task, and moves the weights for itself."""
 
-    def move(self, x, y):
-        for row in range(2):
-            super().move(x[row : row + 1], y[row : row + 1])
+    def gradients(self, x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(y - self(x, training=True)))
+        return tape.gradient(loss, self.trainable_variables)
+
+    def train_step(self, data):
+        x, y = data
+        variables = self.trainable_variables
+        before = [tf.identity(v) for v in variables]
+
+        def of_task(row, *totals):
+            task = x[row : row + 1], y[row : row + 1]
+            self.move(*task)
+            second = self.gradients(*task)
+            for variable, value in zip(variables, before, strict=True):
+                variable.assign(value)
+            return (row + 1, *(total + grad for total, grad in zip(totals, second, strict=True)))
+
+        rows = tf.shape(x)[0]
+        _, *totals = tf.while_loop(lambda row, *_: row < rows, of_task, (0, *map(tf.zeros_like, before)))
+        grads = [total / tf.cast(rows, tf.float32) for total in totals]
+        self.optimizer.apply_gradients(zip(grads, variables, strict=True))
+        return {"loss": tf.constant(0.0)}
 
 
 class ByNothing(Moves):
@@ -182,6 +202,8 @@ def test_moves_by_a_gradient_of_the_rows_of_a_rank_are_refused_or_get_a_warning(
         model = kind(inputs, keras.layers.Dense(1)(keras.layers.Dense(8, "tanh")(inputs)))
         model.compile(keras.optimizers.SGD(0.1), "mse")
         assert outcome(model, x, y) == (wanted if hk.size() > 1 else None), kind
+        if kind is ByGradients:
+            assert outcome(model, x, y, loss_scope="rows") is None
 
 
 class Keeps(keras.Model):
