@@ -35,7 +35,7 @@ _SCRATCH_GRAPH = "scratch_graph"  # in which Keras calls the layers of a functio
 
 class _Current(threading.local):
     factor: tf.Tensor | None = None
-    sums: tf.Tensor | None = None  # whether the gradients of the step are those of a sum
+    sums: tf.Variable | None = None  # whether the gradients of the step are those of a sum
     graph: tf.Graph | None = None  # of the function, or of eager mode, that entered the context
     active = False
 
@@ -44,13 +44,14 @@ _current = _Current()
 
 
 @contextlib.contextmanager
-def share_of_batch(factor: tf.Tensor | None, sums: tf.Tensor | None = None) -> Iterator[None]:
+def share_of_batch(factor: tf.Tensor | None, sums: tf.Variable | None = None) -> Iterator[None]:
     """Multiply the gradients of all steps traced or run in this context by ``factor``, on this thread.
 
     Args:
         factor: float64 scalar tensor f_r; 0 on a rank without rows, whose gradients count as zeros even if they are not
             finite. None if all ranks have the same number of rows.
-        sums: bool scalar tensor, True if the step's loss is a sum over its rows, whose gradients are summed over ranks.
+        sums: bool variable, True if the step's loss is a sum over its rows, whose gradients are summed over ranks. It
+            is read in each graph that needs it, as functions that the step calls have their own.
     """
     outer = current_factor()
     previous = _current.factor, _current.sums, _current.graph, _current.active
@@ -87,7 +88,10 @@ def gradient_factor() -> tf.Tensor | None:
         return factor
     share = tf.ones([], tf.float64) if factor is None else tf.cast(factor, tf.float64)
     number = tf.cast(cluster.group(cluster.DATA).size, tf.float64)
-    return tf.where(_current.sums, number * tf.sign(share), share)
+    result = tf.where(_current.sums.read_value(), number * tf.sign(share), share)
+    if factor is None or factor in _READ:
+        _READ.set(result, True)
+    return result
 
 
 def _is_in_scratch_graph(graph: tf.Graph) -> bool:

@@ -18,7 +18,7 @@ from hvdkit.cluster import Group, progress
 from hvdkit.cluster.agreement import gather
 from hvdkit.cluster.lone_training import lone_training
 from hvdkit.collectives import tensors
-from hvdkit.collectives.batch_share import current_factor, times_share, without_outer_tape
+from hvdkit.collectives.batch_share import gradient_factor, times_share, without_outer_tape
 from hvdkit.collectives.call_checks import JOIN, SMALL_BYTES, Call, agree_on_call, attempt
 from hvdkit.collectives.conversion import TensorLike, as_tensor, is_symbolic, result_converter
 from hvdkit.collectives.refusal import require_allowed
@@ -141,7 +141,7 @@ def _differentiable(collective: Collective, forward: Callable[[Tensors], Results
     sends by its factor. The received gradients are divided by this rank's f_r, because gradients computed from them
     are multiplied by f_r when they leave this rank.
     """
-    factor = current_factor()
+    factor = gradient_factor()
 
     @tf.custom_gradient
     def call(*xs: tf.Tensor) -> tuple[Tensors, Callable[..., Tensors]]:

@@ -16,7 +16,7 @@ from hvdkit.collectives.batch_share import current_factor, row_ratio, within_sha
 from hvdkit.collectives.calls import Collective, Tensors, run
 from hvdkit.collectives.conversion import TensorLike, as_tensor, graph_safe, result_converter
 from hvdkit.collectives.process_sets import RankGroup, describe_group, resolve
-from hvdkit.errors import describe
+from hvdkit.errors import HvdkitError, describe
 
 
 @graph_safe
@@ -137,6 +137,7 @@ def gather_rows(
 
     Raises:
         TypeError, ValueError, CollectiveMismatchError: as for ``hk.allgather``.
+        HvdkitError: in ``hk.fit``, ``process_set`` are not all ranks that have different rows.
 
     Examples:
         >>> import tensorflow as tf
@@ -173,6 +174,10 @@ def gather_all_rows(
         The rows of all ranks; and for each tensor the number of rows before this rank's, int32 ``[len(xs)]``.
     """
     members = members or _ranks_with_different_rows()
+    number = cluster.size() if members is None else members.size
+    if within_share() and number != cluster.group(cluster.DATA).size:
+        expected = "all ranks that have different rows, whose gradients hk.fit averages"
+        raise HvdkitError(describe("process_set", f"{number} ranks in hk.fit", expected, "leave it out"))
     factor = current_factor()
     present = list(xs)
     if factor is not None:  # an empty share is the batch's first row, with weight 0
@@ -201,7 +206,7 @@ def _with_gradient_of(own: tf.Tensor, gathered: tf.Tensor, start: tf.Tensor) -> 
     @tf.custom_gradient
     def put(own: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
         def gradient(dy: tf.Tensor) -> tf.Tensor:
-            rows = dy[start : start + tf.shape(own)[0]]
+            rows = tf.convert_to_tensor(dy)[start : start + tf.shape(own)[0]]
             return rows if ratio is None else rows * tf.cast(ratio, rows.dtype)
 
         return tf.identity(gathered), gradient

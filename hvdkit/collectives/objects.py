@@ -8,6 +8,7 @@ from typing import Any
 from hvdkit import cluster
 from hvdkit.collectives.call_checks import Call, agree_on_call, check_root, exchange_payloads
 from hvdkit.collectives.process_sets import RankGroup, describe_group, resolve
+from hvdkit.collectives.refusal import require_allowed
 from hvdkit.errors import describe
 
 
@@ -58,6 +59,7 @@ def broadcast_object(obj: object, root: int = 0, *, process_set: RankGroup = Non
     """
     members = resolve(process_set, group)
     kind = f"broadcast_object({', '.join(filter(None, [f'root={root}', describe_group(members)]))})"
+    require_allowed(kind)
 
     def pickled() -> bytes:
         check_root(root, members)
@@ -91,6 +93,7 @@ def allgather_object(obj: object, *, process_set: RankGroup = None, group: RankG
     """
     members = resolve(process_set, group)
     kind = f"allgather_object({describe_group(members)})"
+    require_allowed(kind)
     return [pickle.loads(each) for each in exchange_payloads(kind, lambda: _pickle(obj), members)]
 
 

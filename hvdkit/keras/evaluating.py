@@ -90,7 +90,7 @@ def _evaluate(
         return shares, None
 
     shares, _ = prepare_data(f"hk.evaluate(batch_size={batch_size}, steps={steps})", build)
-    session = FitSession.of(model, may_be_empty=shares.may_be_empty)
+    session = FitSession.of(model, may_be_empty=shares.may_be_empty, may_gather=not shares.has_whole_tensors)
     with session.running(shares):
         callback_list = CallbackList(callbacks, session, shares, verbose=verbose, epochs=1, steps=steps, trains=False)
         return keras_method(model, "evaluate")(

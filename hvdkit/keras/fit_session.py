@@ -100,6 +100,7 @@ class FitSession:
         model: a Keras model with distributed optimizers.
         may_be_empty: whether a rank may get an empty share of a batch.
         loss_scope: as for ``hk.fit``.
+        may_gather: False if batches have tensors that every rank gets whole.
 
     Attributes:
         steps: the model's steps.
@@ -113,11 +114,17 @@ class FitSession:
     _is_running = False
     _is_active = False  # whether the model has the methods that run on shares
 
-    def __init__(self, model: Any, *, may_be_empty: bool, loss_scope: str) -> None:
+    def __init__(self, model: Any, *, may_be_empty: bool, loss_scope: str, may_gather: bool) -> None:
         self.model = model
         self._variables = VariableBroadcaster(model)
         self.loss_scope = loss_scope
-        self.steps = ShareSteps(model, self._variables.broadcast_new, may_be_empty=may_be_empty, loss_scope=loss_scope)
+        self.steps = ShareSteps(
+            model,
+            self._variables.broadcast_new,
+            may_be_empty=may_be_empty,
+            loss_scope=loss_scope,
+            may_gather=may_gather,
+        )
         self._functions: dict[str, Any] = dict.fromkeys(_FUNCTIONS)
         self._built: dict[str, Any] = dict.fromkeys(_FUNCTIONS)  # the functions when a callback last called the model
         self._dependencies = _dependencies(model)
@@ -128,13 +135,16 @@ class FitSession:
         self._inactive: dict[str, Any] = {}  # the attributes that the model does not have now
 
     @classmethod
-    def of(cls, model: Any, *, may_be_empty: bool, loss_scope: str | None = None) -> FitSession:
+    def of(
+        cls, model: Any, *, may_be_empty: bool, loss_scope: str | None = None, may_gather: bool = True
+    ) -> FitSession:
         """Return a model's session; reuse the previous one unless its dependencies have changed.
 
         Args:
             model: a Keras model.
             may_be_empty: whether a rank may get an empty share of a batch.
             loss_scope: as for ``hk.fit``; None for that of the previous session.
+            may_gather: False if batches have tensors that every rank gets whole.
         """
         session = _SESSIONS.get(model)
         loss_scope = loss_scope or ("auto" if session is None else session.loss_scope)
@@ -151,9 +161,10 @@ class FitSession:
             session is None
             or (may_be_empty and not session.steps.may_be_empty)
             or loss_scope != session.loss_scope
+            or may_gather != session.steps.loss_scopes.may_gather
             or not all(old is new for old, new in zip(session._dependencies, _dependencies(model), strict=True))
         ):
-            session = cls(model, may_be_empty=may_be_empty, loss_scope=loss_scope)
+            session = cls(model, may_be_empty=may_be_empty, loss_scope=loss_scope, may_gather=may_gather)
             _SESSIONS.set(model, session)
         return session
 
@@ -359,7 +370,7 @@ class FitSession:
             self._first_rows = None
             rows = first_rows.broadcast()
             if self._is_complete_on_all_ranks():
-                compare_functions(self.model, rows)
+                compare_functions(self.model, rows, is_reading=True)
 
     def _metrics_at_end(self, logs: Any) -> Any:
         """Replace ``_get_metrics_result_or_logs``, which Keras calls after an epoch or an evaluation."""

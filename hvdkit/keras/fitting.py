@@ -14,6 +14,7 @@ from hvdkit.data import GlobalBatches
 from hvdkit.errors import describe
 from hvdkit.internals import array_slicing, data_adapter_utils
 from hvdkit.keras.attribute_swap import swap_attributes
+from hvdkit.keras.chief import is_on_chief
 from hvdkit.keras.fit_session import FitSession, check_model, check_not_alone, warn_of_local_statistics
 from hvdkit.keras.global_batch_shares import GlobalBatchShares
 from hvdkit.keras.inputs import DataPair, FitData, check_batch_size_of_model, prepare_data
@@ -86,7 +87,7 @@ def fit(
         loss_scope: where losses are computed: "rows" on each rank's rows, right for means and sums over rows; "batch"
             by every rank on the gathered labels and predictions of the global batch, right for any loss, e.g. Dice.
             "auto" finds out which losses are means of their rows in the first step, which gathers all that it does not
-            know. Metric functions are always found out.
+            know. Metric functions are always tested.
 
     Returns:
         Keras's ``History``, the same on every rank.
@@ -211,14 +212,19 @@ def _fit(
     recorder = StepRecorder.from_environment()
     if recorder is not None:  # this program is checked: it ends after some steps, and writes no files
         logdir = None
-        callbacks = [recorder, *(each for each in tree.flatten(callbacks or []) if not isinstance(each, WRITERS))]
+        writers = (*WRITERS, SupervisorCallback)
+        others = [
+            each for each in tree.flatten(callbacks or []) if not (isinstance(each, writers) or is_on_chief(each))
+        ]
+        callbacks = [recorder, *others]
+    data = [each for each in (shares, validation_shares) if each is not None]
+    may_gather = not any(each.has_whole_tensors for each in data)
     may_be_empty = shares.may_be_empty or (validation_shares is not None and validation_shares.may_be_empty)
     with contextlib.ExitStack() as stack:
         if recorder is not None:
             stack.enter_context(recorder.observing(model))
-        if loss_scope == "auto" and shares.has_whole_tensors:
-            loss_scope = "rows"
-        session = FitSession.of(model, may_be_empty=may_be_empty, loss_scope=loss_scope)
+        session = FitSession.of(model, may_be_empty=may_be_empty, loss_scope=loss_scope, may_gather=may_gather)
+        session.steps.check_earlier_step()
         warn_of_repeated_rows(model)
         warn_of_float8(model)
         warn_of_local_statistics(model)

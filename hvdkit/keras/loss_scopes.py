@@ -6,8 +6,8 @@ The mean of the ranks' values is the value of one process if, for any two parts 
 
 Dice, F1, masked sums over counts, and losses that compare rows with each other don't satisfy this. Every rank computes
 them on the gathered labels and predictions, which is exact for any function. So the first step gathers all that is not
-known, and stores this rank's rows. After it, the ranks test the functions on parts of these rows, and what all of them
-find to be a mean of its rows is computed on each rank's rows from then on.
+known, and stores some of this rank's rows. After it, the ranks test the functions on parts of these rows. What all of
+them find to be a mean of its rows is computed on each rank's rows from then on, and tested again in each epoch.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ ROWS = 1
 BATCH = 2
 _TOLERANCE = 2e-5  # of the largest magnitude; 16-bit floats have 3 digits
 _HALF_TOLERANCE = 2e-2
+_ROWS = 8  # of a step that are tested
+_PADDING = (0, -1, -100)  # labels that losses leave out
 # Keras's losses with a value for each row that depends on the other rows.
 _COUPLED = ("circle",)
 
@@ -61,8 +63,8 @@ class _Function:
         is_stored: whether the rows to test it have been stored.
         test: returns the scope that this rank's rows show.
         local_bytes: of the arrays that a step gathers from this rank.
+        needs_batch: whether it could not be traced on this rank's rows.
         is_reported: whether the chief has logged it.
-        gathers: whether it calls collectives, e.g. gathers the rows.
     """
 
     name: str
@@ -71,8 +73,8 @@ class _Function:
     is_stored: tf.Variable
     test: Callable[[], int] | None = None
     local_bytes: int = 0
+    needs_batch: bool = False
     is_reported: bool = False
-    gathers: bool = False
 
 
 class LossScopes:
@@ -80,33 +82,38 @@ class LossScopes:
 
     Args:
         loss_scope: "auto" tests losses; "rows" and "batch" decide for all of them. Metric functions are always tested.
+        may_gather: False if batches have tensors that every rank gets whole: nothing is gathered in "auto".
 
     Attributes:
         loss_scope: as above.
     """
 
-    def __init__(self, loss_scope: str) -> None:
+    def __init__(self, loss_scope: str, *, may_gather: bool = True) -> None:
         self.loss_scope = loss_scope
+        self.may_gather = may_gather
         self._stands_in = False
         self._functions: dict[int, _Function] = {}
 
-    def of_loss(self, loss: Any, call: Values, y_true: Any, y_pred: Any) -> Any:
-        """Return the scope of a loss in this step: ROWS, BATCH, or an int32 tensor that may be UNKNOWN.
+    def of_loss(self, loss: Any, call: Values, y_true: Any, y_pred: Any, sample_weight: Any) -> int | _Function:
+        """Return the scope of a loss in this step: ROWS, BATCH, or a function whose scope may be unknown.
 
         Args:
             loss: a Keras loss.
-            call: computes its unreduced values.
+            call: computes its unreduced values, or all of the loss if its class has its own ``__call__``.
             y_true, y_pred: this rank's rows.
+            sample_weight: the weights of the rows, or None.
         """
         if self.loss_scope != "auto":
             return ROWS if self.loss_scope == "rows" else BATCH
-        function = getattr(loss, "fn", loss)
-        if (
-            _is_of_keras(function)
-            and getattr(function, "__name__", "") not in _COUPLED
-            and _has_value_per_row(call, y_true, y_pred)
-        ):
+        if not self.may_gather:
             return ROWS
+        function = getattr(loss, "fn", loss)
+        is_of_keras = _is_of_keras(function) and _is_of_keras(type(loss).call)
+        is_known = is_of_keras and getattr(function, "__name__", "") not in _COUPLED
+        if is_known and _has_value_per_row(call, y_true, y_pred):
+            return ROWS
+        if call is loss and sample_weight is not None:
+            return BATCH  # its own reduction of weighted values is not tested
         return self._scope(f"loss {loss.name!r}", loss, call, y_true, y_pred, is_sum=loss.reduction == "sum")
 
     @contextlib.contextmanager
@@ -118,9 +125,9 @@ class LossScopes:
         finally:
             self._stands_in = False
 
-    def stands_in_for(self, scope: Any) -> bool:
+    def stands_in_for(self, scope: int | _Function) -> bool:
         """Return True if a loss of this scope is replaced now."""
-        return self._stands_in and int(scope) != ROWS
+        return self._stands_in and int(scope.scope if isinstance(scope, _Function) else scope) != ROWS
 
     @contextlib.contextmanager
     def deciding_for_metrics(self, metrics: Any, on_batch: Callable[[Values, Any, Any], Any]) -> Iterator[None]:
@@ -154,19 +161,22 @@ class LossScopes:
         for function in self._functions.values():
             test = function.test
             function.test = None
-            found.append(UNKNOWN if test is None else test())
+            if function.needs_batch:
+                found.append(BATCH)
+            else:
+                found.append(UNKNOWN if test is None else test())
         return found
 
     def decide(self, scopes: Sequence[Sequence[int]]) -> None:
-        """Take the widest scope that a rank has found, for each function without one, and log it on the chief.
+        """Take the widest scope that a rank has found, and log it on the chief. Rows of each epoch are tested.
 
         Args:
             scopes: of :meth:`test`, for each rank.
         """
         for function, found in zip(self._functions.values(), zip(*scopes, strict=True), strict=True):
-            if int(function.scope) == UNKNOWN:
-                function.scope.assign(max(found))
-                function.is_stored.assign(max(found) != UNKNOWN)
+            scope = max(int(function.scope), *found)
+            function.scope.assign(scope)
+            function.is_stored.assign(scope == BATCH)
             if int(function.scope) == BATCH and not function.is_reported and cluster.is_chief():
                 function.is_reported = True
                 get_logger().info(_message(function))
@@ -181,67 +191,69 @@ class LossScopes:
 
         return decided
 
-    def _scope(self, name: str, owner: Any, call: Values, y_true: Any, y_pred: Any, *, is_sum: bool) -> Any:
+    def _scope(self, name: str, owner: Any, call: Values, y_true: Any, y_pred: Any, *, is_sum: bool) -> int | _Function:
         leaves = [*tree.flatten(y_true), *tree.flatten(y_pred)]
-        if not all(isinstance(leaf, tf.Tensor) and leaf.shape.rank != 0 and _is_movable(leaf) for leaf in leaves):
+        if not self.may_gather or not all(map(_has_movable_rows, leaves)):
             return ROWS
-        function = self._functions.get(id(owner))
-        if function is None:
+        if id(owner) not in self._functions:
             scope = untracked_variable(UNKNOWN, tf.int32, "hvdkit_scope")
-            function = _Function(name, owner, scope, untracked_variable(False, tf.bool, "hvdkit_is_stored"))
-            function.gathers = _has_collectives(call, y_true, y_pred)
-            self._functions[id(owner)] = function
-        if function.gathers:
-            return ROWS
+            is_stored = untracked_variable(False, tf.bool, "hvdkit_is_stored")
+            self._functions[id(owner)] = _Function(name, owner, scope, is_stored)
+        function = self._functions[id(owner)]
         if self._stands_in:
-            return function.scope.read_value()
-        self._store(function, call, y_true, y_pred, is_sum=is_sum)
-        return function.scope.read_value()
+            return function
+        shown = _scope_of_graph(call, y_true, y_pred)
+        if shown == UNKNOWN:
+            self._store(function, call, y_true, y_pred, is_sum=is_sum)
+            return function
+        return shown
 
     def _store(self, function: _Function, call: Values, y_true: Any, y_pred: Any, *, is_sum: bool) -> None:
-        """Store the rows of this step for a test, unless there are some."""
+        """Store some rows of this step for a test, unless rows are already stored."""
         true_count = len(tree.flatten(y_true))
         leaves = [*tree.flatten(y_true), *tree.flatten(y_pred)]
 
-        def store(*arrays: np.ndarray) -> np.bool_:
+        def store(number: np.ndarray, *arrays: np.ndarray) -> np.bool_:
             copies = [array.copy() for array in arrays]
             rows_true = tree.pack_sequence_as(y_true, copies[:true_count])
             rows_pred = tree.pack_sequence_as(y_pred, copies[true_count:])
-            function.local_bytes = sum(array.nbytes for array in arrays)
+            function.local_bytes = sum(array.nbytes // max(1, len(array)) for array in arrays) * int(number)
             function.test = lambda: scope_of(call, rows_true, rows_pred, is_sum=is_sum)
             return np.bool_(True)
 
+        stored = [tf.shape(leaves[0])[0], *(leaf[:_ROWS] for leaf in leaves)]
         is_stored = function.is_stored
         if tf.executing_eagerly():
             if not bool(is_stored):
-                is_stored.assign(bool(store(*(leaf.numpy() for leaf in leaves))))
+                is_stored.assign(bool(store(*(leaf.numpy() for leaf in stored))))
             return
-        run = lambda: tf.ensure_shape(tf.numpy_function(store, leaves, tf.bool), [])  # noqa: E731
+        run = lambda: tf.ensure_shape(tf.numpy_function(store, stored, tf.bool), [])  # noqa: E731
         is_stored.assign(tf.cond(is_stored, lambda: True, run))
 
 
-def by_scope(scope: Any, on_rows: Callable[[], tf.Tensor], on_batch: Callable[[], tf.Tensor]) -> tf.Tensor:
-    """Return the value of a function by its scope, which is ROWS, BATCH or a tensor.
+def by_scope(scope: int | _Function, on_rows: Callable[[], tf.Tensor], on_batch: Callable[[], tf.Tensor]) -> tf.Tensor:
+    """Return the value of a function by its scope.
 
     A function that cannot be traced on this rank's rows, e.g. because it has the size of the global batch, is computed
-    on the gathered rows.
+    on the gathered rows, on all ranks.
     """
     if isinstance(scope, int):
         return on_rows() if scope == ROWS else on_batch()
     if tf.executing_eagerly():
-        return on_rows() if int(scope) == ROWS else on_batch()
+        return on_rows() if int(scope.scope) == ROWS else on_batch()
     try:
-        return tf.cond(tf.equal(scope, ROWS), on_rows, on_batch)
+        return tf.cond(tf.equal(scope.scope, ROWS), on_rows, on_batch)
     except HvdkitError:
         raise
     except Exception:
+        scope.needs_batch = True
         return on_batch()
 
 
 def scope_of(call: Values, y_true: Any, y_pred: Any, *, is_sum: bool = False) -> int:
     """Return the scope that the rows of a batch show for a function; UNKNOWN if they do not show it.
 
-    The function is computed on parts of the rows, also with zeros in place of some labels and predictions: a masked
+    The function is computed on parts of the rows, also with padding in place of some labels and predictions: a masked
     mean, and a quotient of sums, are means of the rows' values in batches without padding.
 
     Args:
@@ -260,32 +272,34 @@ def scope_of(call: Values, y_true: Any, y_pred: Any, *, is_sum: bool = False) ->
     if len(rows) != 1:
         return UNKNOWN
     number = min(rows)
-    try:
-        with tf.device("CPU"), refusing_collectives():
-            found = [
-                _is_additive(call, *variant, number, split, is_sum=is_sum)
-                for variant in _variants(y_true, y_pred, number)
-                for split in {number // 2, max(1, number // 3)}
-                if 0 < split < number
-            ]
-    except Exception:  # e.g. a fixed batch size
-        return UNKNOWN
+    splits = [split for split in {number // 2, max(1, number // 3)} if 0 < split < number]
+    found: list[bool | None] = []
+    with tf.device("CPU"), refusing_collectives():
+        for index, variant in enumerate(_variants(y_true, y_pred, number)):
+            try:
+                call(*(tree.map_structure(tf.constant, y) for y in variant))
+                found += [_is_additive(call, *variant, number, split, is_sum=is_sum) for split in splits]
+            except Exception:  # e.g. a fixed number of rows; labels that are no padding for this function
+                if index == 0:
+                    return BATCH
     if False in found:
         return BATCH
     return ROWS if True in found else UNKNOWN
 
 
 def _variants(y_true: Any, y_pred: Any, number: int) -> Iterator[tuple[Any, Any]]:
-    """Yield labels and predictions: the given ones, and those with zeros in the first quarter of one of them."""
+    """Yield labels and predictions: the given ones, and those with padding in the first quarter of one of them."""
 
-    def begins_with_zeros(array: np.ndarray) -> np.ndarray:
+    def begins_with(array: np.ndarray, value: int) -> np.ndarray:
         copy = array.copy()
-        copy[: max(1, number // 4)] = 0
+        is_unsigned = array.dtype.kind in "bu"
+        copy[: max(1, number // 4)] = 0 if is_unsigned else value
         return copy
 
     yield y_true, y_pred
-    yield tree.map_structure(begins_with_zeros, y_true), y_pred
-    yield y_true, tree.map_structure(begins_with_zeros, y_pred)
+    for value in _PADDING:
+        yield tree.map_structure(lambda array: begins_with(array, value), y_true), y_pred  # noqa: B023
+    yield y_true, tree.map_structure(lambda array: begins_with(array, 0), y_pred)
 
 
 def _is_additive(call: Values, y_true: Any, y_pred: Any, number: int, split: int, *, is_sum: bool) -> bool | None:
@@ -310,15 +324,30 @@ def _is_additive(call: Values, y_true: Any, y_pred: Any, number: int, split: int
     return True if abs(first - second) > 10 * smallest_difference else None
 
 
-def _has_collectives(call: Values, y_true: Any, y_pred: Any) -> bool:
+def _scope_of_graph(call: Values, y_true: Any, y_pred: Any) -> int:
+    """Return the scope that the graph of a function shows.
+
+    ROWS if it calls collectives, e.g. gathers the rows itself; BATCH if it assigns to variables, which then follow from
+    all rows on every rank.
+    """
+    leaves = [*tree.flatten(y_true), *tree.flatten(y_pred)]
+    true_count = len(tree.flatten(y_true))
+
+    @tf.function(autograph=False)
+    def scratch(*rows: tf.Tensor) -> None:
+        labels = tree.pack_sequence_as(y_true, list(rows[:true_count]))
+        call(labels, tree.pack_sequence_as(y_pred, list(rows[true_count:])))
+
     try:
         with refusing_collectives():
-            call(y_true, y_pred)
+            specs = [tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype) for leaf in leaves]
+            graph = scratch.get_concrete_function(*specs).graph.as_graph_def()
     except HvdkitError:
-        return True
-    except Exception:  # e.g. a fixed batch size
-        return False
-    return False
+        return ROWS
+    except Exception:  # e.g. a fixed number of rows
+        return UNKNOWN
+    nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+    return BATCH if any(node.op.startswith("Assign") for node in nodes) else UNKNOWN
 
 
 def _has_value_per_row(call: Values, y_true: Any, y_pred: Any) -> bool:
@@ -326,8 +355,9 @@ def _has_value_per_row(call: Values, y_true: Any, y_pred: Any) -> bool:
     return shape.rank != 0
 
 
-def _is_movable(x: tf.Tensor) -> bool:
-    return bool(x.dtype.is_floating or x.dtype.is_integer or x.dtype.is_bool)
+def _has_movable_rows(x: Any) -> bool:
+    is_number = isinstance(x, tf.Tensor) and (x.dtype.is_floating or x.dtype.is_integer or x.dtype.is_bool)
+    return bool(is_number and x.shape.rank != 0)
 
 
 def _is_of_keras(function: Any) -> bool:

@@ -95,7 +95,7 @@ class _RescaledLoss(keras.losses.Loss):
                     tree.map_structure(lambda x: keras.ops.convert_to_tensor(x, dtype=loss.dtype), y)
                     for y in (y_pred, y_true)
                 )
-            scope = self._scopes.of_loss(loss, call, y_true, y_pred)
+            scope = self._scopes.of_loss(loss, call, y_true, y_pred, sample_weight)
 
             if self._scopes.stands_in_for(scope):
                 return tf.add_n([tf.reduce_mean(tf.square(leaf)) for leaf in tree.flatten(y_pred)])

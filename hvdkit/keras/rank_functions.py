@@ -121,17 +121,18 @@ def rows_to_compare(model: Any) -> int:
     return next(fixed, ROWS)
 
 
-def compare_functions(model: Any, rows: Any) -> None:
+def compare_functions(model: Any, rows: Any, *, is_reading: bool = False) -> None:
     """Compare what the ranks' models compute. Every rank must call it; variables and seeds are unchanged.
 
     Args:
         model: a built Keras model.
         rows: a few rows of inputs, equal on all ranks; None to make them up, for models with known inputs.
+        is_reading: whether other threads read data, and may use Python's and NumPy's generators.
 
     Raises:
         CollectiveMismatchError: on some rank, a layer computes other outputs; the message names the first one.
     """
-    with unchanged(model):
+    with unchanged(model, generators=not is_reading):
         outputs = _layer_outputs(model, rows)
         expected = broadcast_object(outputs)
         exchange = cluster.exchange()
@@ -245,13 +246,13 @@ def _summary(layer: int, tensors: Sequence[Any]) -> LayerOutput:
     values = np.concatenate(arrays) if arrays else np.zeros(0)
     values = np.nan_to_num(values, posinf=0.0, neginf=0.0)
     step = max(1, values.size // _SAMPLES)
-    projections = _projections(values) / max(1, values.size) ** 0.5
+    projections = projections_of(values) / max(1, values.size) ** 0.5
     is_half = any(tensor.dtype.is_floating and tensor.dtype.size == 2 for tensor in tensors)
     sample = np.concatenate([[values.size], values[::step][:_SAMPLES], projections])
     return LayerOutput(layer, float(np.abs(values).max(initial=0.0)), sample, is_half)
 
 
-def _projections(values: np.ndarray) -> np.ndarray:
+def projections_of(values: np.ndarray) -> np.ndarray:
     """Return ``[_PROJECTIONS]`` weighted sums of all values, with products of two cosines as weights."""
     blocks = np.pad(values, (0, -values.size % _BLOCK)).reshape(-1, _BLOCK)
     numbers = np.arange(_PROJECTIONS)[:, None] + 1
@@ -354,12 +355,13 @@ def _digest(value: Any) -> str | None:
 
 
 @contextlib.contextmanager
-def unchanged(model: Any, *, attributes: bool = True) -> Iterator[None]:
+def unchanged(model: Any, *, attributes: bool = True, generators: bool = True) -> Iterator[None]:
     """Restore the state of layers, losses and all random generators, which calls of a model may change.
 
     Args:
         model: a Keras model.
         attributes: restore attributes of layers, too.
+        generators: restore Python's and NumPy's global generators, which no other thread may use meanwhile.
     """
     layers = list(model._flatten_layers())
     before = [dict(vars(layer)) for layer in layers]
@@ -380,8 +382,9 @@ def unchanged(model: Any, *, attributes: bool = True) -> Iterator[None]:
                 layer._losses[:] = added
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
+        if generators:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
         if generator is not None:
             generator.setstate(state)
 

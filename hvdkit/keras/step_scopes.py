@@ -26,6 +26,7 @@ import tensorflow as tf
 from keras import tree
 
 from hvdkit import cluster
+from hvdkit.collectives.batch_share import row_ratio
 from hvdkit.collectives.conversion import untracked_variable
 from hvdkit.collectives.ops import ReduceOp
 from hvdkit.collectives.refusal import refusing_collectives
@@ -33,7 +34,7 @@ from hvdkit.collectives.tensors import grouped_allreduce
 from hvdkit.errors import HvdkitError, describe, see
 from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.keras.model_optimizers import optimizers_of
-from hvdkit.keras.rank_functions import unchanged
+from hvdkit.keras.rank_functions import projections_of, unchanged
 from hvdkit.keras.rank_state import state_of
 from hvdkit.keras.shares import data_group
 from hvdkit.sharding.shards import differs_by_rank, is_seed_state
@@ -44,6 +45,7 @@ MEAN = 1
 SUM = 2
 COUPLED = 3
 _NUMBERS = 32  # of the metrics, and of the returned numbers, that are tested
+_SAMPLES = 256  # values of a gradient that are compared; projections cover the others
 _TOLERANCE = 1e-4  # relative, of float32 on CPUs
 _GPU_TOLERANCE = 5e-3  # of TensorFloat-32
 _HALF_TOLERANCE = 5e-2
@@ -65,12 +67,17 @@ class StepScope:
     Args:
         model: a Keras model.
         rescaling: returns the context in which hvdkit runs a step on ``(data, factor)``.
+
+    Attributes:
+        is_sum: whether the gradients are those of a sum: a bool variable.
     """
 
     def __init__(
         self, model: Any, rescaling: Callable[[Any, tf.Tensor], contextlib.AbstractContextManager[None]]
     ) -> None:
+        self.is_sum = untracked_variable(False, tf.bool, "hvdkit_step_is_sum")
         self._model = model
+        self._tolerance = _tolerance_of(model)
         self._rescaling = rescaling
         self._scopes = untracked_variable(np.zeros(1 + 2 * _NUMBERS, np.int32), tf.int32, "hvdkit_step_scopes")
         self._is_tested = untracked_variable(False, tf.bool, "hvdkit_step_is_tested")
@@ -97,13 +104,14 @@ class StepScope:
             "model",
             f"{got}, whose gradient is neither the mean nor the sum of the gradients of its rows",
             "a loss of each row, or of all rows of the global batch",
-            "compute what compares rows or divides sums from hk.gather_rows of its inputs, and what uses gradients "
-            "from hk.average_gradients of them; or pass loss_scope='rows' to train with the mean of the ranks' losses",
+            "gather what is compared between rows with hk.gather_rows, average gradients with hk.average_gradients "
+            "before clipping, and next to a regularizer use the mean of the rows' losses, not their sum; or pass "
+            "loss_scope='rows' to train with the mean of the ranks' losses",
         )
         raise HvdkitError(f"{message}; {see('pitfalls#losses-layers-and-random-numbers')}")
 
-    def tested(self, step: Step, data: Any, metrics: list[Any]) -> tf.Tensor:
-        """Test the step before its first update; return whether its gradients are those of a sum.
+    def test(self, step: Step, data: Any, metrics: list[Any]) -> tf.Tensor:
+        """Test the step before its first update. What the step does must depend on the returned tensor.
 
         Args:
             step: the model's own step.
@@ -114,7 +122,7 @@ class StepScope:
         present = [number for number, leaf in enumerate(leaves) if leaf is not None]
         if not all(isinstance(leaves[number], tf.Tensor) and leaves[number].shape.rank != 0 for number in present):
             return tf.constant(False)
-        self._metrics = metrics
+        self._metrics += [metric for metric in metrics if all(metric is not each for each in self._metrics)]
 
         def test(*arrays: np.ndarray) -> np.ndarray:
             copies: list[Any] = [None] * len(leaves)
@@ -131,29 +139,34 @@ class StepScope:
             return grouped_allreduce([found], ReduceOp.Max, "hvdkit.step_scopes", data_group())[0]
 
         scopes = tf.cond(self._is_tested, self._scopes.read_value, decide)
+        is_sum = tf.equal(scopes[0], SUM)
         self._scopes.assign(scopes)
         self._is_tested.assign(True)
-        return tf.equal(scopes[0], SUM)
+        self.is_sum.assign(is_sum)
+        return is_sum
 
-    def is_sum(self, metric: Any) -> tf.Tensor | None:
-        """Return whether the numbers that a metric gets are sums over rows; None if it is not tested."""
+    def scaled_for(self, metric: Any, value: tf.Tensor) -> tf.Tensor:
+        """Return a number for a metric that weights it by rows; if it is a sum over rows, times the ratio b / n_r."""
         found = self._number_of(metric)
-        return None if found is None else tf.equal(self._scopes[1 + found], SUM)
+        return value if found is None else self._scaled(value, 1 + found)
+
+    def _scaled(self, value: tf.Tensor, number: int) -> tf.Tensor:
+        if not value.dtype.is_floating:
+            return value
+        is_sum = tf.equal(self._scopes.read_value()[number], SUM)
+        return tf.where(is_sum, value * tf.cast(row_ratio(), value.dtype), value)
 
     def _number_of(self, metric: Any) -> int | None:
         return next((number for number, each in enumerate(self._metrics[:_NUMBERS]) if each is metric), None)
 
-    def summed_logs(self, logs: Any, ratio: tf.Tensor) -> Any:
-        """Multiply the returned numbers that are sums over rows by ``ratio``: their mean by rows is then their sum."""
+    def scaled_logs(self, logs: Any) -> Any:
+        """Multiply the returned numbers that are sums over rows by b / n_r: their mean by rows is then their sum."""
         if not isinstance(logs, dict):
             return logs
         names = [name for name in sorted(logs) if _is_number(logs[name])][:_NUMBERS]
         scaled = dict(logs)
         for number, name in enumerate(names):
-            value = tf.convert_to_tensor(logs[name])
-            if value.dtype.is_floating:
-                is_sum = tf.equal(self._scopes[1 + _NUMBERS + number], SUM)
-                scaled[name] = tf.where(is_sum, value * tf.cast(ratio, value.dtype), value)
+            scaled[name] = self._scaled(tf.convert_to_tensor(logs[name]), 1 + _NUMBERS + number)
         return scaled
 
     # ---- the test -----------------------------------------------------------------------------------------------
@@ -167,13 +180,13 @@ class StepScope:
             return scopes
         half = number // 2
         try:
-            with unchanged(self._model, attributes=False), _functions_run_eagerly():
+            with unchanged(self._model, attributes=False, generators=False), _functions_run_eagerly():
                 runs = [self._run(step, data, *bounds, number) for bounds in [(0, number), (0, half), (half, number)]]
                 again = self._run(step, data, 0, number, number)
         except Exception:  # e.g. a collective, a fixed batch size, or something that is not possible eagerly
             return scopes
         weights = half / number, (number - half) / number
-        tolerance = _tolerance()
+        tolerance = self._tolerance
         whole = _joined(runs[0].gradients)
         if whole.size and _distance(whole, _joined(again.gradients)) <= tolerance:
             parts = [_joined(run.gradients) for run in runs[1:]]
@@ -198,9 +211,11 @@ class StepScope:
             stack.enter_context(self._rescaling(rows, factor))
             self._record(stack, run)
             before = [(v, v.numpy()) for v in self._variables() if not is_seed_state(v)]
-            logs = step(rows)
-            for variable, value in before:
-                variable.assign(value)
+            try:
+                logs = step(rows)
+            finally:
+                for variable, value in before:
+                    variable.assign(value)
         if isinstance(logs, dict):
             run.logs = {name: float(value) for name, value in logs.items() if _is_number(value)}
         return run
@@ -210,7 +225,7 @@ class StepScope:
         model = self._model
 
         def apply(gradients: Any, *_: Any, **__: Any) -> None:
-            run.gradients += [_dense(gradient) for gradient in gradients if gradient is not None]
+            run.gradients += [_summary_of(gradient) for gradient in gradients if gradient is not None]
 
         def apply_gradients(pairs: Any, *_: Any, **__: Any) -> None:
             apply([gradient for gradient, _ in pairs])
@@ -251,12 +266,20 @@ def _functions_run_eagerly() -> Iterator[None]:
         tf.config.run_functions_eagerly(before)
 
 
-def has_own_step(model: Any) -> bool:
-    """Return True if a model's class has its own training step or loss, or a layer of the user's adds numbers."""
+def has_own_step(model: Any, name: str) -> bool:
+    """Return True if a model's class has its own step or loss, or in training a layer of the user's calls ``add_loss``.
+
+    Args:
+        model: a Keras model.
+        name: "train" or "test".
+    """
     classes = type(model).__mro__
-    owners = [next(each for each in classes if name in vars(each)) for name in ("train_step", "compute_loss")]
+    methods = (f"{name}_step", "compute_loss")
+    owners = [next(each for each in classes if method in vars(each)) for method in methods]
+    if any(not is_of_library(owner) for owner in owners):
+        return True
     layers = [layer for layer in model._flatten_layers() if not is_of_library(type(layer))]
-    return any(not is_of_library(owner) for owner in owners) or any(map(_calls_add_loss, layers))
+    return name == "train" and any(map(_calls_add_loss, layers))
 
 
 def is_of_library(owner: type) -> bool:
@@ -291,8 +314,8 @@ def _scope(whole: np.ndarray, parts: list[np.ndarray], weights: tuple[float, flo
     return MEAN if is_mean else SUM if is_sum else COUPLED
 
 
-def _tolerance() -> float:
-    if keras.mixed_precision.dtype_policy().compute_dtype in ("float16", "bfloat16"):
+def _tolerance_of(model: Any) -> float:
+    if any(layer.compute_dtype in ("float16", "bfloat16") for layer in model._flatten_layers()):
         return _HALF_TOLERANCE
     return _GPU_TOLERANCE if tf.config.list_logical_devices("GPU") else _TOLERANCE
 
@@ -308,9 +331,14 @@ def _joined(gradients: list[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.zeros(0), *(gradient.ravel().astype(np.float64) for gradient in gradients)])
 
 
-def _dense(gradient: Any) -> np.ndarray:
-    array: np.ndarray = tf.convert_to_tensor(gradient).numpy()
-    return array
+def _summary_of(gradient: Any) -> np.ndarray:
+    """Return samples and projections of a gradient, float64: linear in it, and small."""
+    if isinstance(gradient, tf.IndexedSlices):
+        rows = gradient.values.numpy().astype(np.float64).reshape(len(gradient.indices), -1)
+        weights = np.cos(0.7 * np.outer(np.arange(1, 5), gradient.indices.numpy() + 1.0))
+        return projections_of(np.ravel(weights @ rows))
+    values = np.ravel(tf.convert_to_tensor(gradient).numpy()).astype(np.float64)
+    return np.concatenate([values[:: max(1, len(values) // _SAMPLES)][:_SAMPLES], projections_of(values)])
 
 
 def _is_number(value: Any) -> bool:

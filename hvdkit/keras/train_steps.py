@@ -16,7 +16,7 @@ from keras import tree
 
 from hvdkit import cluster
 from hvdkit.cluster.logs import warn_once
-from hvdkit.collectives.batch_share import current_factor, row_ratio, share_of_batch
+from hvdkit.collectives.batch_share import current_factor, share_of_batch
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.errors import describe, see
 from hvdkit.internals import get_keras_mask
@@ -46,25 +46,31 @@ class ShareSteps:
         on_new_variables: called before a step runs, if the model's variables had to be created for it.
         may_be_empty: whether a rank may get an empty share of a batch.
         loss_scope: as for ``hk.fit``.
+        may_gather: False if batches have tensors that every rank gets whole.
 
     Attributes:
         last_factor: the factor of the last step; 1 before the first step.
         loss_scopes: where losses and metric functions are computed.
-        step_scope: how the gradients of the model's own step combine; None if it has none.
         digests: the sum of the digests of all global batches since the session began; 0 for batches without digest.
     """
 
     def __init__(
-        self, model: Any, on_new_variables: Callable[[], None], *, may_be_empty: bool, loss_scope: str
+        self,
+        model: Any,
+        on_new_variables: Callable[[], None],
+        *,
+        may_be_empty: bool,
+        loss_scope: str,
+        may_gather: bool,
     ) -> None:
         self._model = model
         self._on_new_variables = on_new_variables
         self.may_be_empty = may_be_empty
         self._traced: set[str] = set()
         self._independent: dict[int, bool] = {}  # for the ids of state variables
-        self.step_scope: StepScope | None = None
-        self._is_checked = False
-        self.loss_scopes = LossScopes(loss_scope)
+        self._step_scopes: dict[str, StepScope] = {}  # of the model's own train_step and test_step
+        self._has_warned = False
+        self.loss_scopes = LossScopes(loss_scope, may_gather=may_gather)
         # Create variables here: a step that creates variables is traced twice.
         self.last_factor = tf.Variable(1.0, trainable=False, dtype=tf.float64, name="hvdkit_last_factor")
         self.digests = tf.Variable(0, trainable=False, dtype=tf.int64, name="hvdkit_digests")
@@ -84,26 +90,31 @@ class ShareSteps:
             data = require_batch_on_every_rank(data, info["rows"]) if "may_end_anywhere" in info else data
             factor = info.get("factor")
             self._create_variables(name, step, data, factor)
-            state = StateCombiner(self._model, cluster.group(cluster.DATA)) if name == "train" else None
-            watching = self._watching(name, data)
-            sums = self._test_step(own_step, data) if name == "train" else None
-            with (
-                tf.control_dependencies([] if sums is None else [sums]),
-                self._restored_if_empty(factor),
-                share_of_batch(factor, sums),
-                self._global_losses(data),
-                watching,
-            ):
-                logs = step(data)
-                if self.step_scope is not None:
-                    logs = self.step_scope.summed_logs(logs, row_ratio())
-            if state is not None:
-                warn_of_reads_after_update(state.variables, data)
-                state.combine(factor)
-            self._record_step(info)
-            return logs
+            scope = self._scope_of(name)
+            tested = None if scope is None else scope.test(own_step, data, _mean_metrics(self._model))
+            with tf.control_dependencies([] if tested is None else [tested]):
+                return self._run(name, step, data, info)
 
         return on_share
+
+    def _run(self, name: str, step: Step, data: Any, info: dict[str, tf.Tensor]) -> Any:
+        """Run a step on this rank's share."""
+        factor = info.get("factor")
+        scope = self._scope_of(name)
+        state = StateCombiner(self._model, cluster.group(cluster.DATA)) if name == "train" else None
+        with self._restored_if_empty(factor), self._share(factor, scope), self._global_losses(data, scope):
+            with self._watching(name, data):
+                logs = step(data)
+            if scope is not None:
+                logs = scope.scaled_logs(logs)
+        if state is not None:
+            warn_of_reads_after_update(state.variables, data)
+            state.combine(factor)
+        self._record_step(info)
+        return logs
+
+    def _share(self, factor: tf.Tensor | None, scope: StepScope | None) -> contextlib.AbstractContextManager[None]:
+        return share_of_batch(factor, None if scope is None else scope.is_sum)
 
     def _watching(self, name: str, data: Any) -> contextlib.AbstractContextManager[None]:
         if name != "train":
@@ -111,34 +122,39 @@ class ShareSteps:
         refuses = self.loss_scopes.loss_scope != "rows"
         return watching_assignments(self._model, data, self._independent, refuses=refuses)
 
-    def _test_step(self, own_step: Step, data: Any) -> tf.Tensor | None:
-        """Return whether the gradients of the model's own step are those of a sum; None if it is not tested."""
-        is_alone = cluster.group(cluster.DATA).size == 1
-        if is_alone or self.loss_scopes.loss_scope == "rows" or not has_own_step(self._model):
+    def _scope_of(self, name: str) -> StepScope | None:
+        """Return how the gradients and numbers of the model's own step combine; None without one, or on one rank."""
+        if cluster.group(cluster.DATA).size == 1 or self.loss_scopes.loss_scope == "rows":
             return None
-        if self.step_scope is None:
-            self.step_scope = StepScope(self._model, self._rescaled)
-        return self.step_scope.tested(own_step, data, _mean_metrics(self._model))
+        if name not in self._step_scopes and has_own_step(self._model, name):
+            self._step_scopes[name] = StepScope(self._model, self._rescaled)
+        return self._step_scopes.get(name)
 
     @contextlib.contextmanager
     def _rescaled(self, data: Any, factor: tf.Tensor) -> Iterator[None]:
-        with share_of_batch(factor), self.loss_scopes.standing_in(), self._global_losses(data):
+        with share_of_batch(factor), self.loss_scopes.standing_in(), self._global_losses(data, None):
             yield
 
     def check_step(self) -> None:
-        """Raise if the gradients of the first step do not combine; warn on the chief of what could not be tested.
+        """Raise if the gradients of the first step do not combine; warn on the chief, once, of what is not tested.
 
         Raises:
             HvdkitError: on every rank.
         """
-        if self._is_checked or self.loss_scopes.loss_scope == "rows":
+        if self.loss_scopes.loss_scope == "rows":
             return
-        self._is_checked = True
-        if self.step_scope is not None:
-            self.step_scope.check()
-        if self.step_scope is None or not self.step_scope.gradient:
+        scope = self._step_scopes.get("train")
+        if scope is not None:
+            scope.check()
+        if not self._has_warned and (scope is None or not scope.gradient):
             warn_of_sums(self._model)
             self._warn_of_added_losses()
+        self._has_warned = True
+
+    def check_earlier_step(self) -> None:
+        """Raise if an earlier call has found that the gradients of a step do not combine."""
+        if self.loss_scopes.loss_scope != "rows" and "train" in self._step_scopes:
+            self._step_scopes["train"].check()
 
     def wrap_predict(self, step: Step) -> Step:
         """Wrap ``model.predict_step`` for elements ``(data, info)``; returns outputs and rows of the global batch."""
@@ -214,9 +230,10 @@ class ShareSteps:
 
         @tf.function(autograph=False)  # no tape records inside init_scope
         def on_share(data: Any, factor: Any) -> None:
-            losses = contextlib.nullcontext() if name == "predict" else self._global_losses(data)
+            scope = None if name == "predict" else self._scope_of(name)
+            losses = contextlib.nullcontext() if name == "predict" else self._global_losses(data, scope)
             watching = self._watching(name, data)  # functions that the step calls are traced here only
-            with share_of_batch(factor), losses, watching:
+            with self._share(factor, scope), losses, watching:
                 step(data)
 
         specs = tree.map_structure(lambda x: None if x is None else tf.type_spec_from_value(x), (data, factor))
@@ -228,18 +245,26 @@ class ShareSteps:
     # ---- metrics ----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _global_losses(self, data: Any) -> Iterator[None]:
-        """Rescale losses to parts of the global loss, and weight means of scalars (loss trackers) by rows."""
+    def _global_losses(self, data: Any, scope: StepScope | None) -> Iterator[None]:
+        """Rescale losses to parts of the global loss, and weight means of scalars (loss trackers) by rows.
+
+        Args:
+            data: this rank's rows.
+            scope: of the model's own step; None if it has none, or while it is tested.
+        """
         if cluster.group(cluster.DATA).size == 1:
             yield
             return
         with contextlib.ExitStack() as stack:
+            weighed: set[int] = set()
 
             def weigh(metrics: list[Any]) -> None:
                 for metric in metrics:
+                    if id(metric) in weighed:
+                        continue
+                    weighed.add(id(metric))
                     is_function = isinstance(metric, keras.metrics.MeanMetricWrapper)
-                    is_sum = None if self.step_scope is None else self.step_scope.is_sum(metric)
-                    update = _weighted_function(metric) if is_function else _weighted_update(metric, is_sum)
+                    update = _weighted_function(metric) if is_function else _weighted_update(metric, scope)
                     stack.enter_context(swap_attributes(metric, update_state=update))
 
             def rescale() -> None:
@@ -301,7 +326,7 @@ class ShareSteps:
                 warn_once(
                     f"add_loss of {layer.name!r}: taken as a mean over the rows of a step, so that N ranks "
                     "minimize the mean over all; if it is a sum over rows, pass the vector of the rows' losses; if it "
-                    f"compares rows, compute it from hk.allgather of its inputs; {page}"
+                    f"compares rows, compute it from hk.gather_rows of its inputs; {page}"
                 )
 
     def _record_step(self, info: dict[str, tf.Tensor]) -> None:
@@ -363,7 +388,7 @@ def _weighted_function(metric: Any) -> Callable[..., None]:
     return update_state
 
 
-def _weighted_update(metric: Any, is_sum: tf.Tensor | None) -> Callable[..., None]:
+def _weighted_update(metric: Any, scope: StepScope | None) -> Callable[..., None]:
     """Return an update that weights a number by rows; of a sum, it adds up the ranks' numbers."""
     update = metric.update_state
 
@@ -371,8 +396,8 @@ def _weighted_update(metric: Any, is_sum: tf.Tensor | None) -> Callable[..., Non
         values = tf.convert_to_tensor(values)
         if sample_weight is None and values.shape.rank == 0:
             sample_weight = current_factor()
-            if is_sum is not None and values.dtype.is_floating:
-                values = tf.where(is_sum, values * tf.cast(row_ratio(), values.dtype), values)
+            if scope is not None:
+                values = scope.scaled_for(metric, values)
         update(values, sample_weight=sample_weight)
 
     return update_state

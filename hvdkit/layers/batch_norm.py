@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.collectives import Average, Sum, allreduce, grouped_allreduce
-from hvdkit.collectives.batch_share import current_factor, times_share, without_outer_tape
+from hvdkit.collectives.batch_share import gradient_factor, times_share, without_outer_tape
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.collectives.process_sets import RankGroup, resolve
 from hvdkit.errors import describe
@@ -172,7 +172,7 @@ def global_moments(x: tf.Tensor, axes: list[int], mask: Any, group: cluster.Grou
     sums = [tf.cast(summed(each), tf.float64) for each in (deviations, tf.square(deviations))]
     c = tf.cast(constant, tf.float64)
     local = [tf.broadcast_to(count, tf.shape(c)), sums[0] + count * c, sums[1] + c * (2.0 * sums[0] + count * c)]
-    count, total, squares = tf.unstack(_sum_over_ranks(tf.stack(local), current_factor(), group))
+    count, total, squares = tf.unstack(_sum_over_ranks(tf.stack(local), gradient_factor(), group))
     mean = tf.math.divide_no_nan(total, count)
     variance = tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
     return tf.cast(mean, x.dtype), tf.cast(variance, x.dtype)
