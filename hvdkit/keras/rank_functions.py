@@ -202,7 +202,7 @@ def _try_to_call(model: Any, rows: Any) -> None:
 
 
 def _recording(layer: Any, index: int, outputs: list[LayerOutput], called: set[int]) -> Any:
-    call = layer.call
+    call = _in_graph(layer.call) if isinstance(layer, keras.layers.RNN) else layer.call
     has_shard = any(holding_of(v) is not None for v in _own_variables(layer))
     count = 0
 
@@ -219,6 +219,15 @@ def _recording(layer: Any, index: int, outputs: list[LayerOutput], called: set[i
         return result
 
     return recorded
+
+
+def _in_graph(call: Any) -> Any:
+    """Run a call in a graph, in which a loop over time steps is much faster than in eager mode."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return tf.function(lambda: call(*args, **kwargs), autograph=False)()
+
+    return run
 
 
 def _own_variables(layer: Any) -> list[Any]:

@@ -152,6 +152,10 @@ def test_models_that_compute_another_function_are_an_error_before_the_first_step
             with raises_on_several(hk.CollectiveMismatchError, words + remedy):
                 hk.fit(model, **data, verbose=0)
             assert int(model.optimizer.iterations) == 0
+    sequence = keras.Sequential([keras.Input((5, 3)), layers.LSTM(3), scaling(), layers.Dense(1)])
+    sequence.compile("sgd", "mse")
+    with raises_on_several(hk.CollectiveMismatchError, r"'scaling' \(Lambda\).*another scale"):
+        hk.fit(sequence, np.ones((8, 5, 3)), np.ones((8, 1)), batch_size=8, verbose=0)
     for call in (lambda m: hk.evaluate(m, x, y, verbose=0), lambda m: hk.predict(m, x, verbose=0)):
         with raises_on_several(hk.CollectiveMismatchError, "another SCALE"):
             call(model_with(ReadsGlobal()))
