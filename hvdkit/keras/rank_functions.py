@@ -411,6 +411,8 @@ def _state(model: Any, layers: Sequence[Any]) -> Iterator[Any]:
     for layer in layers:
         yield from getattr(layer, "_non_trainable_variables", ())
         yield from (generator.state for generator in getattr(layer, "_seed_generators", ()))
+        if isinstance(layer, keras.layers.RNN) and layer.stateful:
+            yield from (v for v in tree.flatten(layer.states) if hasattr(v, "assign"))
         yield from (v for metric in getattr(layer, "_metrics", ()) for v in metric.variables)
         yield from (each.variable for each in untracked_variables(layer) if each.variable.dtype != tf.string)
     yield from (v for metric in model.metrics for v in metric.variables)

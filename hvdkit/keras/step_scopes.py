@@ -180,7 +180,7 @@ class StepScope:
             return scopes
         half = number // 2
         try:
-            with unchanged(self._model, attributes=False, generators=False), _functions_run_eagerly():
+            with unchanged(self._model, generators=False), _functions_run_eagerly():
                 runs = [self._run(step, data, *bounds, number) for bounds in [(0, number), (0, half), (half, number)]]
                 again = self._run(step, data, 0, number, number)
         except Exception:  # e.g. a collective, a fixed batch size, or something that is not possible eagerly
