@@ -355,7 +355,8 @@ class FitSession:
         """
         if self._first_rows is None:
             return
-        rows = data.first_inputs(rows_to_compare(self.model)) if isinstance(data, ArrayShares) else None
+        number = broadcast_object(rows_to_compare(self.model))  # a Sequential is built with the rows of a rank's batch
+        rows = data.first_inputs(number) if isinstance(data, ArrayShares) else None
         if self._is_complete_on_all_ranks():
             self._first_rows = None if rows is not None else self._first_rows
             compare_functions(self.model, rows)

@@ -37,7 +37,7 @@ BATCH = 2
 _TOLERANCE = 2e-5  # of the largest magnitude; 16-bit floats have 3 digits
 _HALF_TOLERANCE = 2e-2
 _ROWS = 8  # of a step that are tested
-_PADDING = (0, -1, -100)  # labels that losses leave out
+_PADDING = (0, -1, -100, 255, np.nan)  # labels by which programs mark what their losses leave out
 # Keras's losses with a value for each row that depends on the other rows.
 _COUPLED = ("circle",)
 
@@ -59,6 +59,7 @@ class _Function:
     Attributes:
         name: for messages.
         owner: the object whose id is its key, which must not be deleted.
+        shown: the scope that its graph shows.
         scope: UNKNOWN, ROWS or BATCH; int32.
         is_stored: whether the rows to test it have been stored.
         test: returns the scope that this rank's rows show.
@@ -69,6 +70,7 @@ class _Function:
 
     name: str
     owner: Any
+    shown: int
     scope: tf.Variable
     is_stored: tf.Variable
     test: Callable[[], int] | None = None
@@ -198,15 +200,14 @@ class LossScopes:
         if id(owner) not in self._functions:
             scope = untracked_variable(UNKNOWN, tf.int32, "hvdkit_scope")
             is_stored = untracked_variable(False, tf.bool, "hvdkit_is_stored")
-            self._functions[id(owner)] = _Function(name, owner, scope, is_stored)
+            shown = _scope_of_graph(call, y_true, y_pred)
+            self._functions[id(owner)] = _Function(name, owner, shown, scope, is_stored)
         function = self._functions[id(owner)]
-        if self._stands_in:
-            return function
-        shown = _scope_of_graph(call, y_true, y_pred)
-        if shown == UNKNOWN:
+        if function.shown != UNKNOWN:
+            return function.shown
+        if not self._stands_in:
             self._store(function, call, y_true, y_pred, is_sum=is_sum)
-            return function
-        return shown
+        return function
 
     def _store(self, function: _Function, call: Values, y_true: Any, y_pred: Any, *, is_sum: bool) -> None:
         """Store some rows of this step for a test, unless rows are already stored."""
@@ -272,7 +273,7 @@ def scope_of(call: Values, y_true: Any, y_pred: Any, *, is_sum: bool = False) ->
     if len(rows) != 1:
         return UNKNOWN
     number = min(rows)
-    splits = [split for split in {number // 2, max(1, number // 3)} if 0 < split < number]
+    splits = [split for split in {number // 2, max(1, number // 3) | 1} if 0 < split < number]
     found: list[bool | None] = []
     with tf.device("CPU"), refusing_collectives():
         for index, variant in enumerate(_variants(y_true, y_pred, number)):
@@ -290,16 +291,22 @@ def scope_of(call: Values, y_true: Any, y_pred: Any, *, is_sum: bool = False) ->
 def _variants(y_true: Any, y_pred: Any, number: int) -> Iterator[tuple[Any, Any]]:
     """Yield labels and predictions: the given ones, and those with padding in the first quarter of one of them."""
 
-    def begins_with(array: np.ndarray, value: int) -> np.ndarray:
+    def begins_with(array: np.ndarray, value: float) -> np.ndarray:
         copy = array.copy()
-        is_unsigned = array.dtype.kind in "bu"
-        copy[: max(1, number // 4)] = 0 if is_unsigned else value
+        copy[: max(1, number // 4)] = value
         return copy
 
     yield y_true, y_pred
     for value in _PADDING:
-        yield tree.map_structure(lambda array: begins_with(array, value), y_true), y_pred  # noqa: B023
+        if all(_holds(array.dtype, value) for array in tree.flatten(y_true)):
+            yield tree.map_structure(lambda array: begins_with(array, value), y_true), y_pred  # noqa: B023
     yield y_true, tree.map_structure(lambda array: begins_with(array, 0), y_pred)
+
+
+def _holds(dtype: np.dtype, value: float) -> bool:
+    if dtype.kind in "iu":
+        return bool(np.iinfo(dtype).min <= value <= np.iinfo(dtype).max)
+    return dtype.kind == "f" or value == 0
 
 
 def _is_additive(call: Values, y_true: Any, y_pred: Any, number: int, split: int, *, is_sum: bool) -> bool | None:
@@ -316,8 +323,10 @@ def _is_additive(call: Values, y_true: Any, y_pred: Any, number: int, split: int
     first, _ = value(0, split)
     second, _ = value(split, number)
     expected = first + second if is_sum else (split * first + (number - split) * second) / number
-    if not np.isfinite([whole, expected]).all():
+    if not np.isfinite(whole):
         return None
+    if not np.isfinite(expected):
+        return False  # e.g. 0 / 0 in a part without labels
     smallest_difference = tolerance * max(abs(whole), abs(first), abs(second))
     if abs(whole - expected) > smallest_difference:
         return False

@@ -12,6 +12,7 @@ from hvdkit import cluster
 from hvdkit.cluster import Group
 from hvdkit.cluster.agreement import gather
 from hvdkit.collectives import Sum, grouped_allreduce
+from hvdkit.errors import HvdkitError, describe
 from hvdkit.keras.metric_checks import metric_states
 from hvdkit.keras.shares import data_group
 
@@ -92,9 +93,20 @@ class MetricCombiner:
             if all(each[key][1] for factor, each in ranks if factor):
                 combined[key] = results[key]
                 continue
+            if local[key][0].dtype.kind in "OSU":
+                combined[key] = _same_text(key, [each[key][0] for factor, each in ranks if factor])
+                continue
             terms = [factor * each[key][0].astype("float64") for factor, each in ranks if factor]
             combined[key] = np.sum(terms, axis=0).astype(local[key][0].dtype) / np.asarray(total, local[key][0].dtype)
         return combined
+
+
+def _same_text(key: str, values: list[Any]) -> Any:
+    """Return the text that a step has returned on all ranks, or raise on all of them if it differs."""
+    if not all(np.array_equal(value, values[0]) for value in values):
+        got = ", ".join(repr(value.item()) for value in values)
+        raise HvdkitError(describe(f"logs[{key!r}]", got, "one text on all ranks", "return numbers of rows"))
+    return values[0]
 
 
 def _flat(logs: Logs) -> dict[str, Any]:

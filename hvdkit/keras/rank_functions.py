@@ -31,7 +31,7 @@ from hvdkit.errors import CollectiveMismatchError, describe, see
 from hvdkit.internals import context
 from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.keras.rank_seeds import global_generator
-from hvdkit.keras.rank_state import CONSTANTS_REMEDY, untracked_variables
+from hvdkit.keras.rank_state import CONSTANTS_REMEDY, recurrent_states, untracked_variables
 from hvdkit.keras.shares import first_tensor, number_of_rows, slice_tensor
 from hvdkit.sharding.shards import holding_of
 
@@ -411,8 +411,7 @@ def _state(model: Any, layers: Sequence[Any]) -> Iterator[Any]:
     for layer in layers:
         yield from getattr(layer, "_non_trainable_variables", ())
         yield from (generator.state for generator in getattr(layer, "_seed_generators", ()))
-        if isinstance(layer, keras.layers.RNN) and layer.stateful:
-            yield from (v for v in tree.flatten(layer.states) if hasattr(v, "assign"))
+        yield from recurrent_states(layer)
         yield from (v for metric in getattr(layer, "_metrics", ()) for v in metric.variables)
         yield from (each.variable for each in untracked_variables(layer) if each.variable.dtype != tf.string)
     yield from (v for metric in model.metrics for v in metric.variables)

@@ -226,6 +226,12 @@ def untracked_variables(layer: keras.layers.Layer) -> list[StateVariable]:
     return found
 
 
+def recurrent_states(layer: keras.layers.Layer) -> list[keras.Variable]:
+    """Return the states that a stateful recurrent layer keeps for its rows, which are not among its variables."""
+    states = tree.flatten(layer.states) if isinstance(layer, keras.layers.RNN) else []
+    return [state for state in states if isinstance(state, keras.Variable)]
+
+
 def compare_constants(model: keras.Model) -> None:
     """Compare arrays and tensors in attributes of layers, and vocabularies, which no variable holds.
 

@@ -35,7 +35,7 @@ from hvdkit.errors import HvdkitError, describe, see
 from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.keras.model_optimizers import optimizers_of
 from hvdkit.keras.rank_functions import projections_of, unchanged
-from hvdkit.keras.rank_state import state_of
+from hvdkit.keras.rank_state import recurrent_states, state_of
 from hvdkit.keras.shares import data_group
 from hvdkit.sharding.shards import differs_by_rank, is_seed_state
 
@@ -251,7 +251,8 @@ class StepScope:
     def _variables(self) -> list[Any]:
         untracked = [each.variable for each in state_of(self._model)]
         metrics = [v for metric in self._model.metrics for v in metric.variables]
-        unique = {id(v): v for v in [*self._model.variables, *untracked, *metrics]}.values()
+        recurrent = [v for layer in self._model._flatten_layers() for v in recurrent_states(layer)]
+        unique = {id(v): v for v in [*self._model.variables, *untracked, *metrics, *recurrent]}.values()
         return [v for v in unique if not differs_by_rank(v)]
 
 
@@ -342,4 +343,7 @@ def _summary_of(gradient: Any) -> np.ndarray:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) or (getattr(value, "shape", None) == () and hasattr(value, "dtype"))
+    if isinstance(value, int | float):
+        return True
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and value.shape == () and tf.as_dtype(dtype) != tf.string

@@ -124,7 +124,8 @@ class ShareSteps:
 
     def _scope_of(self, name: str) -> StepScope | None:
         """Return how the gradients and numbers of the model's own step combine; None without one, or on one rank."""
-        if cluster.group(cluster.DATA).size == 1 or self.loss_scopes.loss_scope == "rows":
+        scopes = self.loss_scopes
+        if cluster.group(cluster.DATA).size == 1 or scopes.loss_scope == "rows" or not scopes.may_gather:
             return None
         if name not in self._step_scopes and has_own_step(self._model, name):
             self._step_scopes[name] = StepScope(self._model, self._rescaled)
@@ -394,10 +395,12 @@ def _weighted_update(metric: Any, scope: StepScope | None) -> Callable[..., None
 
     def update_state(values: Any, sample_weight: Any = None) -> None:
         values = tf.convert_to_tensor(values)
+        # Keras's train_step passes the number of rows as the weight of the loss.
+        has_one_weight = sample_weight is None or tf.convert_to_tensor(sample_weight).shape.rank == 0
+        if scope is not None and has_one_weight and values.shape.rank == 0:
+            values = scope.scaled_for(metric, values)
         if sample_weight is None and values.shape.rank == 0:
             sample_weight = current_factor()
-            if scope is not None:
-                values = scope.scaled_for(metric, values)
         update(values, sample_weight=sample_weight)
 
     return update_state

@@ -67,6 +67,14 @@ def test_a_step_of_ones_own_has_the_loss_of_the_global_batch():
         np.testing.assert_allclose(value, right, rtol=1e-5, atol=1e-6)
 
 
+def test_the_gradient_of_selected_rows(size):
+    own = tf.ones([2, 3])
+    with tf.GradientTape() as tape:
+        tape.watch(own)
+        loss = tf.reduce_sum(tf.gather(hk.gather_rows(own), tf.range(2 * size)) ** 2)
+    np.testing.assert_array_equal(tape.gradient(loss, own), 2 * own)
+
+
 def test_what_has_no_rows_or_no_numbers_is_refused():
     with pytest.raises(TypeError, match="expected a dense tensor"):
         hk.gather_rows(tf.ragged.constant([[1], [2, 3]]))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.as_one import compare, line, raises_on_several
+from helpers.as_one import compare, line, plain, ported, raises_on_several, same_logs, same_weights
 from helpers.cases import case
 
 import hvdkit as hk
@@ -62,6 +63,26 @@ def hardest_negative(y_true, y_pred):
     return ops.mean(ops.relu(1 - ops.min(distances + 10 * ops.eye(ops.shape(y_pred)[0]), axis=1)))
 
 
+class Centered(losses.Loss):
+    """Keeps a running center of the predictions, as DINO does."""
+
+    def __init__(self):
+        super().__init__()
+        self.center = tf.Variable(tf.zeros([2]), trainable=False)
+
+    def call(self, y_true, y_pred):
+        self.center.assign(0.9 * self.center + 0.1 * tf.reduce_mean(y_pred, axis=0))
+        return tf.reduce_mean(tf.square(y_true - y_pred + self.center), axis=1)
+
+
+class OverBatch(losses.MeanSquaredError):
+    """A subclass of a loss of Keras with another formula."""
+
+    def call(self, y_true, y_pred):
+        errors = super().call(y_true, y_pred)
+        return errors * ops.softmax(errors, axis=0)
+
+
 class OwnCall(losses.Loss):
     def __call__(self, y_true, y_pred, sample_weight=None):
         return 1 - f1(y_true, y_pred)
@@ -77,6 +98,8 @@ NOT_MEANS = {
     "contrastive": contrastive,
     "hardest negative": hardest_negative,
     "own call": OwnCall(),
+    "centered": Centered,
+    "subclass": OverBatch(),
 }
 IN_CORE = ("dice", "contrastive")
 
@@ -100,10 +123,12 @@ def check_loss(loss, name, rng, capfd):
     labels = (x[:, 0] > 0).astype("int32") if name == "circle" else y
     metrics = [] if name == "circle" else [f1, rmse, scalar_mean, "mae"]
     data = {"batch_size": 7, "epochs": 2, "validation_data": (x[:9], labels[:9]), "validation_batch_size": 4}
-    one, many = compare(lambda: model_with(loss, metrics=metrics), x, labels, **data, rtol=1e-5, atol=1e-6)
+    make_loss = loss if isinstance(loss, type) else lambda: loss
+    one, many = compare(lambda: model_with(make_loss(), metrics=metrics), x, labels, **data, rtol=1e-5, atol=1e-6)
     output = capfd.readouterr().err
     logged = [line for line in output.splitlines() if "its value for a batch is not the mean" in line]
-    assert len(logged) == (len(metrics) // 2 + 1) * hk.is_chief(), output
+    is_named = name != "centered"  # it needs all rows for what it assigns
+    assert len(logged) == (len(metrics) // 2 + is_named) * hk.is_chief(), output
     assert not any("scalar_mean" in line or "mae" in line for line in logged)
     np.testing.assert_allclose(
         hk.evaluate(many, x, labels, batch_size=5, verbose=0), one.evaluate(x, labels, batch_size=5, verbose=0), 1e-5
@@ -335,7 +360,11 @@ def test_a_train_step_that_compares_rows_is_refused(rng, size):
     x, y = line(rng, 24)
     with raises_on_several(hk.HvdkitError, "model: got train_step of OwnStep, whose gradient is neither the mean nor"):
         hk.fit(own_step(clipped), x, y, batch_size=8, verbose=0)
-    hk.fit(own_step(clipped), x, y, batch_size=8, verbose=0, loss_scope="rows")
+    model = own_step(clipped)
+    for _ in range(2):  # the same model again
+        with raises_on_several(hk.HvdkitError, "model: got train_step of OwnStep"):
+            hk.fit(model, x, y, batch_size=8, verbose=0)
+    hk.fit(model, x, y, batch_size=8, verbose=0, loss_scope="rows")
 
     class Noise(layers.Layer):
         def __init__(self):
@@ -394,3 +423,88 @@ def test_tensors_that_every_rank_gets_whole_are_not_gathered(rng):
         return model
 
     compare(build, make_dataset, epochs=2, rtol=1e-5, atol=1e-6)
+
+
+class OwnLoss(keras.Model):
+    """Keras's own train_step, whose loss tracker weights by rows."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return tf.reduce_sum(tf.square(y - y_pred))
+
+
+def test_sums_in_compute_loss_are_exact(rng):
+    x, y = line(rng, 25)
+
+    def build():
+        inputs = keras.Input((3,))
+        model = OwnLoss(inputs, layers.Dense(1)(layers.Dense(4, "tanh")(inputs)))
+        model.compile(keras.optimizers.SGD(0.01))
+        return model
+
+    compare(build, x, y, batch_size=8, epochs=2, validation_data=(x[:9], y[:9]), rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_that_returns_text_is_tested(rng):
+    class Staged(OwnStep):
+        def train_step(self, data):
+            return {**super().train_step(data), "stage": tf.constant("first")}
+
+    x, y = line(rng, 16)
+    found = []
+    for fit in (plain, ported):
+
+        def build():
+            inputs = keras.Input((3,))
+            model = Staged(inputs, layers.Dense(1)(inputs))
+            model.loss_of_step = summed
+            model.tracker = keras.metrics.Mean(name="loss")
+            model.compile(keras.optimizers.SGD(0.01))
+            return model
+
+        model, history = fit(build, x, y, batch_size=8, epochs=2)
+        assert [np.asarray(each).item() for each in history.pop("stage")] == [b"first"] * 2
+        found.append((model, history))
+    same_logs(found[1][1], found[0][1])
+    same_weights(found[1][0], found[0][0])
+
+
+def test_labels_that_are_first_left_out_in_a_later_batch(rng):
+    x = rng.normal(size=(24, 3)).astype("float32")
+    for mark in (-100, np.nan):
+        y = np.repeat(x[:, :1] > 0, 2, axis=1).astype("float32")
+        y[8:12] = mark  # all of one rank's rows in the second batch
+        y[17:20] = mark
+
+        def known_mean(y_true, y_pred, mark=mark):
+            known = ~(ops.isnan(y_true) if np.isnan(mark) else ops.equal(y_true, mark))
+            errors = ops.where(known, ops.square(ops.where(known, y_true, 0.0) - y_pred), 0.0)
+            return ops.sum(errors) / ops.sum(ops.cast(known, "float32"))
+
+        build = functools.partial(model_with, known_mean, metrics=[known_mean])
+        compare(build, x, y, batch_size=8, epochs=2, shuffle=False)
+
+
+def test_variables_that_losses_and_metrics_assign_change_once_in_a_step(rng):
+    x = rng.normal(size=(24, 3)).astype("float32")
+    y = np.repeat(x[:, :1] > 0, 2, axis=1).astype("float32")
+    steps = []
+
+    def build(is_eager):
+        step = tf.Variable(0.0, trainable=False)
+        calls = keras.Variable(0.0, trainable=False)
+        steps.append((step, calls))
+
+        def annealed(y_true, y_pred):
+            step.assign_add(1.0)
+            return bce_and_dice(y_true, y_pred) * ops.minimum(step / 4, 1.0)
+
+        def counted(y_true, y_pred):
+            calls.assign_add(1.0)
+            return rmse(y_true, y_pred) * calls
+
+        return model_with(annealed, metrics=[counted], run_eagerly=is_eager)
+
+    for is_eager in (False, True):
+        compare(functools.partial(build, is_eager), x, y, batch_size=8, epochs=2, shuffle=False)
+        assert [float(variable) for each in steps for variable in each] == [6.0] * 4
+        steps.clear()

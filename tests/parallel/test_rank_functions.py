@@ -190,6 +190,14 @@ def test_other_models_are_not_errors(rng):
 
 
 @pytest.mark.ranks(1, 2)
+def test_a_model_that_was_built_with_uneven_shares_is_compiled_again(rng):
+    x, y = line(rng, 14)
+    model = keras.Sequential([layers.Dense(4), layers.Dense(1)])
+    for optimizer in ("adam", "sgd"):
+        model.compile(optimizer, "mse")
+        assert np.isfinite(hk.fit(model, x, y, batch_size=7, verbose=0).history["loss"]).all()
+
+
 def test_nothing_remains_of_the_comparison(rng):
     """Seeds, states, attributes, losses and NumPy's generator; History and weights are those of one process."""
 
