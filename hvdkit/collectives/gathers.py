@@ -150,7 +150,7 @@ def gather_rows(
         ...     loss = tf.reduce_sum(rows**2)
         >>> rows.shape[0] == 2 * hk.size()
         True
-        >>> tape.gradient(loss, own)[0].numpy().tolist()  # of the own rows
+        >>> tape.gradient(loss, own)[0].numpy().tolist()  # of this rank's rows
         [2.0, 2.0, 2.0]
     """
     members = resolve(process_set, group) or _ranks_with_different_rows()

@@ -8,7 +8,9 @@ with ``fitting.py``; the other two calls follow the same steps:
     shares.py           splits global batches by rows; array_shares.py and global_batch_shares.py do so without reading
                         the rows of other ranks
     fit_session.py      replaces methods of the model while a call runs, and broadcasts the chief's variables
-    train_steps.py      the model's own step, run on a share; losses.py rescales losses that are not means over rows
+    train_steps.py      the model's own step, run on a share
+    losses.py           losses of the global batch: loss_scopes.py finds out which are means of their rows, and
+                        step_scopes.py how the gradients of a model's own step combine
     moved_weights.py    finds steps that move weights, or keep sums, by gradients of one rank's rows
     keras_callbacks.py  runs the user's callbacks, and compares their decisions between ranks
     metric_combiner.py  from the ranks' metric states to the logs of one process

@@ -32,7 +32,7 @@ def causes_of(one: Recording, many: Recording, values: Sequence[ComparedValue]) 
     """Yield the likely causes, beginning with those that explain everything else."""
     if one.first_rows and many.first_rows and one.first_rows != many.first_rows:
         yield (
-            "the two runs read other rows in their first batch: seed what draws, splits or shuffles the data, "
+            "the two runs read different rows in their first batch: seed what draws, splits or shuffles the data, "
             "np.random.default_rng(0)"
         )
         return

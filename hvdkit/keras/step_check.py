@@ -35,7 +35,7 @@ def check_step(model: keras.Model, x: Any, y: Any = None, batch_size: int | None
 
     Each rank trains ``steps`` steps as ``hk.fit`` does, on its share of each batch, and then the same steps with plain
     Keras, from the same weights on whole batches. Afterwards the weights, optimizers, metrics, states and seeds are as
-    before. Users call it on every rank before a long training, and print the result. `hvdkit check` compares a whole
+    before. Call it on every rank before a long training run, and print the result. `hvdkit check` compares a whole
     program instead: code that calls ``hk.rank()`` or ``hk.size()`` gets the same numbers in both runs of this function.
 
     The dropout of Keras's layers is switched off. Differences after other random numbers do not count.

@@ -74,7 +74,7 @@ def test_a_program_that_is_right_and_one_that_is_wrong(tmp_path):
 
 def test_programs_that_cannot_be_compared_have_a_clear_last_line(tmp_path):
     for name, program, code, message in (
-        ("rows.py", OTHER_ROWS, 1, "the two runs read other rows in their first batch"),
+        ("rows.py", OTHER_ROWS, 1, "the two runs read different rows in their first batch"),
         ("no_fit.py", "print(hk.size())", 2, "no_fit.py, which has ended on 1 rank without a step of hk.fit"),
         ("fails.py", "raise OSError('no data')", 1, "hvdkit check: fails.py failed on 1 rank with exit code 1"),
     ):

@@ -46,7 +46,7 @@ def test_equal_rounding_and_different():
         ({"variable": ONES**2}, "variable", "without the optimizer"),
         ({"state": ONES**2}, "state", "hk.synchronize"),
         ({"loss": math.nan}, "loss", ""),
-        ({"first_rows": "b", "loss": 1.0}, "loss", "read other rows"),
+        ({"first_rows": "b", "loss": 1.0}, "loss", "read different rows"),
         ({"local_normalizations": ["bn"], "loss": 1.0}, "loss", "BatchNormalization (bn)"),
     ):
         result = compare_recordings(recording(1, first_rows="a"), recording(2, **({"first_rows": "a"} | change)))
