@@ -13,7 +13,7 @@ import inspect
 import random
 import types
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -375,8 +375,7 @@ def unchanged(model: Any, *, attributes: bool = True, generators: bool = True) -
     layers = list(model._flatten_layers())
     before = [dict(vars(layer)) for layer in layers]
     losses = [list(getattr(layer, "_losses", ())) for layer in layers]
-    variables = {id(v): v for v in _state(model, layers)}.values()
-    values = [tf.identity(v) for v in variables]
+    values = values_of({id(v): v for v in _state(model, layers)}.values())
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     generator = getattr(context.context(), "_rng", None)
@@ -389,13 +388,26 @@ def unchanged(model: Any, *, attributes: bool = True, generators: bool = True) -
                 _restore_attributes(layer, known)
             if hasattr(layer, "_losses"):
                 layer._losses[:] = added
-        for variable, value in zip(variables, values, strict=True):
+        for variable, value in values:
             variable.assign(value)
         if generators:
             random.setstate(python_state)
             np.random.set_state(numpy_state)
         if generator is not None:
             generator.setstate(state)
+
+
+def values_of(variables: Iterable[Any]) -> list[tuple[Any, tf.Tensor]]:
+    """Return variables with their values, without those that a first step has created and not initialized yet."""
+    found: list[tuple[Any, tf.Tensor]] = []
+    for variable in variables:
+        try:
+            value = tf.identity(variable)
+        except tf.errors.FailedPreconditionError:
+            continue
+        if value.shape == variable.shape:
+            found.append((variable, value))
+    return found
 
 
 def _restore_attributes(layer: Any, before: dict[str, Any]) -> None:

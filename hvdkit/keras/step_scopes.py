@@ -26,6 +26,7 @@ import tensorflow as tf
 from keras import tree
 
 from hvdkit import cluster
+from hvdkit.cluster.logs import get_logger
 from hvdkit.collectives.batch_share import row_ratio
 from hvdkit.collectives.conversion import untracked_variable
 from hvdkit.collectives.ops import ReduceOp
@@ -34,7 +35,7 @@ from hvdkit.collectives.tensors import grouped_allreduce
 from hvdkit.errors import HvdkitError, describe, see
 from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.keras.model_optimizers import optimizers_of
-from hvdkit.keras.rank_functions import projections_of, unchanged
+from hvdkit.keras.rank_functions import projections_of, unchanged, values_of
 from hvdkit.keras.rank_state import recurrent_states, state_of
 from hvdkit.keras.shares import data_group
 from hvdkit.sharding.shards import differs_by_rank, is_seed_state
@@ -82,6 +83,7 @@ class StepScope:
         self._scopes = untracked_variable(np.zeros(1 + 2 * _NUMBERS, np.int32), tf.int32, "hvdkit_step_scopes")
         self._is_tested = untracked_variable(False, tf.bool, "hvdkit_step_is_tested")
         self._metrics: list[Any] = []
+        self._logs: list[str] = []  # names of the returned numbers
 
     @property
     def gradient(self) -> int:
@@ -159,14 +161,21 @@ class StepScope:
     def _number_of(self, metric: Any) -> int | None:
         return next((number for number, each in enumerate(self._metrics[:_NUMBERS]) if each is metric), None)
 
+    def _number_of_log(self, name: str) -> int | None:
+        if name not in self._logs:
+            self._logs.append(name)
+        number = self._logs.index(name)
+        return number if number < _NUMBERS else None
+
     def scaled_logs(self, logs: Any) -> Any:
         """Multiply the returned numbers that are sums over rows by b / n_r: their mean by rows is then their sum."""
         if not isinstance(logs, dict):
             return logs
-        names = [name for name in sorted(logs) if _is_number(logs[name])][:_NUMBERS]
         scaled = dict(logs)
-        for number, name in enumerate(names):
-            scaled[name] = self._scaled(tf.convert_to_tensor(logs[name]), 1 + _NUMBERS + number)
+        for name, value in logs.items():
+            number = self._number_of_log(name) if _is_number(value) else None
+            if number is not None:
+                scaled[name] = self._scaled(tf.convert_to_tensor(value), 1 + _NUMBERS + number)
         return scaled
 
     # ---- the test -----------------------------------------------------------------------------------------------
@@ -181,9 +190,11 @@ class StepScope:
         half = number // 2
         try:
             with unchanged(self._model, generators=False), _functions_run_eagerly():
-                runs = [self._run(step, data, *bounds, number) for bounds in [(0, number), (0, half), (half, number)]]
-                again = self._run(step, data, 0, number, number)
-        except Exception:  # e.g. a collective, a fixed batch size, or something that is not possible eagerly
+                before = values_of(v for v in self._variables() if not is_seed_state(v))
+                bounds = [(0, number), (0, half), (half, number), (0, number)]
+                *runs, again = [self._run(step, data, start, stop, number, before) for start, stop in bounds]
+        except Exception as error:  # e.g. a collective, a fixed batch size, or something that is not possible eagerly
+            get_logger().debug("the step cannot be tested: %s: %s", type(error).__name__, error)
             return scopes
         weights = half / number, (number - half) / number
         tolerance = self._tolerance
@@ -195,14 +206,25 @@ class StepScope:
             numbers = [np.array([run.metrics.get(index, np.nan)]) for run in [*runs, again]]
             if _distance(numbers[0], numbers[3]) <= tolerance:
                 scopes[1 + index] = _scope(numbers[0], numbers[1:3], weights, tolerance)
-        for index, name in enumerate(sorted(runs[0].logs)[:_NUMBERS]):
+        for name in runs[0].logs:
             numbers = [np.array([run.logs.get(name, np.nan)]) for run in [*runs, again]]
-            if _distance(numbers[0], numbers[3]) <= tolerance:
-                scopes[1 + _NUMBERS + index] = _scope(numbers[0], numbers[1:3], weights, tolerance)
+            place = self._number_of_log(name)
+            if place is not None and _distance(numbers[0], numbers[3]) <= tolerance:
+                scopes[1 + _NUMBERS + place] = _scope(numbers[0], numbers[1:3], weights, tolerance)
         return scopes
 
-    def _run(self, step: Step, data: Any, start: int, stop: int, number: int) -> _Run:
-        """Run the step on some rows, as a rank with these rows of a batch of ``number`` rows."""
+    def _run(
+        self, step: Step, data: Any, start: int, stop: int, number: int, before: list[tuple[Any, tf.Tensor]]
+    ) -> _Run:
+        """Run the step on some rows, as a rank with these rows of a batch of ``number`` rows.
+
+        Args:
+            step: the model's own step.
+            data: arrays, the rows of the batch.
+            start, stop: the rows of the rank.
+            number: rows of the batch.
+            before: variables with the values that they get afterwards.
+        """
         run = _Run()
         factor = tf.constant((stop - start) * cluster.group(cluster.DATA).size / number, tf.float64)
         rows = tree.map_structure(lambda leaf: None if leaf is None else tf.constant(leaf[start:stop]), data)
@@ -210,7 +232,6 @@ class StepScope:
             stack.enter_context(refusing_collectives())
             stack.enter_context(self._rescaling(rows, factor))
             self._record(stack, run)
-            before = [(v, v.numpy()) for v in self._variables() if not is_seed_state(v)]
             try:
                 logs = step(rows)
             finally:

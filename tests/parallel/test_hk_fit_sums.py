@@ -444,6 +444,31 @@ def test_sums_in_compute_loss_are_exact(rng):
     compare(build, x, y, batch_size=8, epochs=2, validation_data=(x[:9], y[:9]), rtol=1e-5, atol=1e-6)
 
 
+class OwnMetrics(keras.Model):
+    """Returns compiled metrics, and numbers of its own."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            predicted = self(x, training=True)
+            loss = tf.reduce_sum(tf.square(y - predicted))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"a_mean": tf.reduce_mean(y), **self.compute_metrics(x, y, predicted), "total": loss}
+
+
+def test_returned_sums_and_means_are_told_apart(rng):
+    x, y = line(rng, 24)
+    for is_eager in (False, True):
+
+        def build(is_eager=is_eager):
+            inputs = keras.Input((3,))
+            model = OwnMetrics(inputs, layers.Dense(1)(inputs))
+            model.compile(keras.optimizers.SGD(0.01), metrics=["mae", "mse"], run_eagerly=is_eager)
+            return model
+
+        compare(build, x, y, batch_size=8, epochs=2, rtol=1e-5, atol=1e-6)
+
+
 def test_a_step_that_returns_text_is_tested(rng):
     class Staged(OwnStep):
         def train_step(self, data):
