@@ -13,6 +13,7 @@ them find to be a mean of its rows is computed on each rank's rows from then on,
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -52,7 +53,7 @@ def check_loss_scope(scope: str) -> None:
         raise ValueError(describe("loss_scope", repr(scope), "'auto', 'rows' or 'batch'", "leave it out for 'auto'"))
 
 
-@dataclass
+@dataclass(eq=False)
 class _Function:
     """A loss or a metric function.
 
@@ -62,6 +63,7 @@ class _Function:
         shown: the scope that its graph shows.
         scope: UNKNOWN, ROWS or BATCH; int32.
         is_stored: whether the rows to test it have been stored.
+        call: computes its values.
         test: returns the scope that this rank's rows show.
         local_bytes: of the arrays that a step gathers from this rank.
         needs_batch: whether it could not be traced on this rank's rows.
@@ -73,6 +75,7 @@ class _Function:
     shown: int
     scope: tf.Variable
     is_stored: tf.Variable
+    call: Values | None = None
     test: Callable[[], int] | None = None
     local_bytes: int = 0
     needs_batch: bool = False
@@ -213,11 +216,18 @@ class LossScopes:
         """Store some rows of this step for a test, unless rows are already stored."""
         true_count = len(tree.flatten(y_true))
         leaves = [*tree.flatten(y_true), *tree.flatten(y_pred)]
+        structures = [tree.map_structure(lambda leaf: None, y) for y in (y_true, y_pred)]
+        function.call = call
+        reference = weakref.ref(function)  # TensorFlow never frees a numpy_function
 
         def store(number: np.ndarray, *arrays: np.ndarray) -> np.bool_:
+            function = reference()
+            if function is None or function.call is None:
+                return np.bool_(True)
+            call = function.call
             copies = [array.copy() for array in arrays]
-            rows_true = tree.pack_sequence_as(y_true, copies[:true_count])
-            rows_pred = tree.pack_sequence_as(y_pred, copies[true_count:])
+            rows_true = tree.pack_sequence_as(structures[0], copies[:true_count])
+            rows_pred = tree.pack_sequence_as(structures[1], copies[true_count:])
             function.local_bytes = sum(array.nbytes // max(1, len(array)) for array in arrays) * int(number)
             function.test = lambda: scope_of(call, rows_true, rows_pred, is_sum=is_sum)
             return np.bool_(True)

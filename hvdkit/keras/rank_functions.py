@@ -13,6 +13,7 @@ import inspect
 import random
 import types
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -83,8 +84,12 @@ class FirstRows:
         if not cluster.is_chief():
             return
 
+        reference = weakref.ref(self)  # TensorFlow never frees a numpy_function
+
         def store(*arrays: np.ndarray) -> np.bool_:
-            self._arrays = [np.array(array) for array in arrays]
+            rows = reference()
+            if rows is not None:
+                rows._arrays = [np.array(array) for array in arrays]
             return np.bool_(True)
 
         if tf.executing_eagerly():

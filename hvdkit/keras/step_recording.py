@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -115,8 +116,12 @@ class StepRecorder(keras.callbacks.Callback):
         return update_step
 
     def _record_gradient(self, name: str, gradient: tf.Tensor) -> None:
+        reference = weakref.ref(self)  # TensorFlow never frees a numpy_function
+
         def store(array: np.ndarray) -> None:
-            self._gradients[name] = RecordedArray.of(array, self._is_half)
+            recorder = reference()
+            if recorder is not None:
+                recorder._gradients[name] = RecordedArray.of(array, recorder._is_half)
 
         tf.numpy_function(store, [tf.cast(gradient, tf.float32)], [])
 

@@ -16,6 +16,7 @@ that the step passes to metrics or returns.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,6 +85,7 @@ class StepScope:
         self._is_tested = untracked_variable(False, tf.bool, "hvdkit_step_is_tested")
         self._metrics: list[Any] = []
         self._logs: list[str] = []  # names of the returned numbers
+        self._step: Step | None = None
 
     @property
     def gradient(self) -> int:
@@ -125,12 +127,17 @@ class StepScope:
         if not all(isinstance(leaves[number], tf.Tensor) and leaves[number].shape.rank != 0 for number in present):
             return tf.constant(False)
         self._metrics += [metric for metric in metrics if all(metric is not each for each in self._metrics)]
+        self._step = step
+        reference = weakref.ref(self)  # TensorFlow never frees a numpy_function
+        structure = tree.map_structure(lambda leaf: None, data)
 
         def test(*arrays: np.ndarray) -> np.ndarray:
-            copies: list[Any] = [None] * len(leaves)
+            scope = reference()
+            assert scope is not None
+            copies: list[Any] = [None] * len(tree.flatten(structure))
             for number, array in zip(present, arrays, strict=True):
                 copies[number] = array
-            return self._test(step, tree.pack_sequence_as(data, copies))
+            return scope._test(tree.pack_sequence_as(structure, copies))
 
         def decide() -> tf.Tensor:
             values = [leaves[number] for number in present]
@@ -180,7 +187,7 @@ class StepScope:
 
     # ---- the test -----------------------------------------------------------------------------------------------
 
-    def _test(self, step: Step, data: Any) -> np.ndarray:
+    def _test(self, data: Any) -> np.ndarray:
         """Return the scopes that this rank's rows show."""
         scopes = np.zeros(self._scopes.shape, np.int32)
         rows = {len(leaf) for leaf in tree.flatten(data) if leaf is not None}
@@ -192,7 +199,7 @@ class StepScope:
             with unchanged(self._model, generators=False), _functions_run_eagerly():
                 before = values_of(v for v in self._variables() if not is_seed_state(v))
                 bounds = [(0, number), (0, half), (half, number), (0, number)]
-                *runs, again = [self._run(step, data, start, stop, number, before) for start, stop in bounds]
+                *runs, again = [self._run(data, start, stop, number, before) for start, stop in bounds]
         except Exception as error:  # e.g. a collective, a fixed batch size, or something that is not possible eagerly
             get_logger().debug("the step cannot be tested: %s: %s", type(error).__name__, error)
             return scopes
@@ -213,18 +220,16 @@ class StepScope:
                 scopes[1 + _NUMBERS + place] = _scope(numbers[0], numbers[1:3], weights, tolerance)
         return scopes
 
-    def _run(
-        self, step: Step, data: Any, start: int, stop: int, number: int, before: list[tuple[Any, tf.Tensor]]
-    ) -> _Run:
+    def _run(self, data: Any, start: int, stop: int, number: int, before: list[tuple[Any, tf.Tensor]]) -> _Run:
         """Run the step on some rows, as a rank with these rows of a batch of ``number`` rows.
 
         Args:
-            step: the model's own step.
             data: arrays, the rows of the batch.
             start, stop: the rows of the rank.
             number: rows of the batch.
             before: variables with the values that they get afterwards.
         """
+        assert self._step is not None
         run = _Run()
         factor = tf.constant((stop - start) * cluster.group(cluster.DATA).size / number, tf.float64)
         rows = tree.map_structure(lambda leaf: None if leaf is None else tf.constant(leaf[start:stop]), data)
@@ -233,7 +238,7 @@ class StepScope:
             stack.enter_context(self._rescaling(rows, factor))
             self._record(stack, run)
             try:
-                logs = step(rows)
+                logs = self._step(rows)
             finally:
                 for variable, value in before:
                     variable.assign(value)

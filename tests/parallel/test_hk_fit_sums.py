@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import random
+import weakref
 
 import keras
 import numpy as np
@@ -533,3 +535,21 @@ def test_variables_that_losses_and_metrics_assign_change_once_in_a_step(rng):
         compare(functools.partial(build, is_eager), x, y, batch_size=8, epochs=2, shuffle=False)
         assert [float(variable) for each in steps for variable in each] == [6.0] * 4
         steps.clear()
+
+
+def test_a_model_is_freed_after_its_tests(rng):
+    x, y = line(rng, 16)
+
+    def train(call):
+        model = own_step(mean, layers.BatchNormalization(synchronized=True))
+        call(model)
+        return weakref.ref(model)
+
+    for call in (
+        lambda model: hk.fit(model, x, y, batch_size=8, verbose=0),
+        lambda model: hk.fit(model, tf.data.Dataset.from_tensor_slices((x, y)).batch(8), verbose=0),
+        lambda model: hk.check_step(model, x, y, batch_size=8),
+    ):
+        model = train(call)
+        gc.collect()
+        assert model() is None
