@@ -18,6 +18,7 @@ from hvdkit import cluster
 from hvdkit.cluster.logs import warn_once
 from hvdkit.collectives.batch_share import current_factor, share_of_batch
 from hvdkit.collectives.conversion import graph_safe
+from hvdkit.collectives.weak_registry import Attached
 from hvdkit.errors import describe, see
 from hvdkit.internals import get_keras_mask
 from hvdkit.keras.attribute_swap import swap_attributes
@@ -36,6 +37,10 @@ from hvdkit.sharding.shards import differs_by_rank
 Step = Callable[[Any], Any]
 _COMPILED_LOSSES = ("loss", "_compile_loss")
 OUTPUTS_REMEDY = "return tensors [rows, ...] from the model: hk.predict gathers the rows of all ranks"
+
+
+# All scopes that a model has had: graphs of its own functions, which it keeps, read their variables.
+_SCOPES: Attached[list[Any]] = Attached("_hvdkit_scopes")
 
 
 class ShareSteps:
@@ -71,6 +76,8 @@ class ShareSteps:
         self._step_scopes: dict[str, StepScope] = {}  # of the model's own train_step and test_step
         self._has_warned = False
         self.loss_scopes = LossScopes(loss_scope, may_gather=may_gather)
+        kept = [*(_SCOPES.get(model) or ()), self._step_scopes, self.loss_scopes]
+        _SCOPES.set(model, kept)
         # Create variables here: a step that creates variables is traced twice.
         self.last_factor = tf.Variable(1.0, trainable=False, dtype=tf.float64, name="hvdkit_last_factor")
         self.digests = tf.Variable(0, trainable=False, dtype=tf.int64, name="hvdkit_digests")
