@@ -123,7 +123,7 @@ def gather_rows(
       batch adds none.
     - In other loops the gradient is not scaled: sum the ranks' gradients, e.g. ``hk.DistributedOptimizer(op=hk.Sum)``.
 
-    Source: the gathered loss of SimCLR (Chen et al. 2020, https://arxiv.org/abs/2002.05709), appendix B.9.
+    Source: the chain rule. With L the loss of all rows Y, dL/dw = sum over ranks of (dL/dY_own dY_own/dw).
 
     Args:
         x: array or tensor ``[rows, ...]`` of any numeric dtype or bool; ``rows`` may differ between ranks and be 0.
@@ -137,7 +137,7 @@ def gather_rows(
 
     Raises:
         TypeError, ValueError, CollectiveMismatchError: as for ``hk.allgather``.
-        HvdkitError: in ``hk.fit``, ``process_set`` are not all ranks that have different rows.
+        HvdkitError: in ``hk.fit``, ``process_set`` is not the set of all ranks that have different rows.
 
     Examples:
         >>> import tensorflow as tf

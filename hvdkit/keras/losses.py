@@ -144,7 +144,7 @@ def gather_nests(nests: tuple[Any, ...]) -> tuple[tuple[Any, ...], tf.Tensor]:
             remedy = "pass numbers, padded to one shape, or loss_scope='rows'"
             raise HvdkitError(describe("loss", got, "tensors whose rows can be gathered", remedy))
     masks = {number: mask for number in with_rows if (mask := get_keras_mask(leaves[number])) is not None}
-    rows, starts = gather_all_rows([*(leaves[number] for number in with_rows), *masks.values()], data_group())
+    rows, starts = gather_all_rows([*(leaves[number] for number in with_rows), *masks.values()])
     for number, gathered in zip(with_rows, rows, strict=False):
         leaves[number] = gathered
     for number, mask in zip(masks, rows[len(with_rows) :], strict=True):

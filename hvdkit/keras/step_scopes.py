@@ -145,14 +145,14 @@ class StepScope:
                 found = tf.constant(test(*(value.numpy() for value in values)))
             else:
                 found = tf.ensure_shape(tf.numpy_function(test, values, tf.int32), self._scopes.shape)
-            return grouped_allreduce([found], ReduceOp.Max, "hvdkit.step_scopes", data_group())[0]
+            scopes = grouped_allreduce([found], ReduceOp.Max, "hvdkit.step_scopes", data_group())[0]
+            self._scopes.assign(scopes)
+            self._is_tested.assign(True)
+            is_sum = tf.equal(scopes[0], SUM)
+            self.is_sum.assign(is_sum)
+            return is_sum
 
-        scopes = tf.cond(self._is_tested, self._scopes.read_value, decide)
-        is_sum = tf.equal(scopes[0], SUM)
-        self._scopes.assign(scopes)
-        self._is_tested.assign(True)
-        self.is_sum.assign(is_sum)
-        return is_sum
+        return tf.cond(self._is_tested, self.is_sum.read_value, decide)
 
     def scaled_for(self, metric: Any, value: tf.Tensor) -> tf.Tensor:
         """Return a number for a metric that weights it by rows; if it is a sum over rows, times the ratio b / n_r."""
