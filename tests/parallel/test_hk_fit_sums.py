@@ -335,6 +335,8 @@ def test_sums_in_a_train_step_are_exact(rng, size, capfd):
         with case(loss=loss.__name__):
             compare(lambda loss=loss: own_step(loss), x, y, batch_size=8, epochs=2, rtol=1e-5, atol=1e-6)
     assert "train_step" not in capfd.readouterr().err
+    normalized = lambda: own_step(summed, layers.BatchNormalization(synchronized=True))  # noqa: E731
+    compare(normalized, x[:23], y[:23], batch_size=8, epochs=2, rtol=1e-4, atol=1e-5)  # the last share has 3 or 4 rows
     noisy = own_step(summed, layers.BatchNormalization(synchronized=True), layers.Dropout(0.5))
     hk.fit(noisy, x, y, batch_size=8, verbose=0, shuffle=False)  # sums are found under random layers, too
     assert size == 1 or "reduce_sum" not in capfd.readouterr().err
