@@ -21,7 +21,7 @@ def notes_of(one: Recording, many: Recording) -> Iterator[str]:
             "wrong; take them out for a comparison"
         )
     if not_compared := many.not_compared or one.not_compared:
-        yield f"not compared, as each rank has a part: {_names(not_compared)}"
+        yield f"not compared, as ranks hold parts of it: {_names(not_compared)}"
 
 
 def _names(names: Sequence[str]) -> str:
