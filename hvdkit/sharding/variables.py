@@ -22,7 +22,7 @@ _Signature: TypeAlias = tuple[str, tuple[int, ...], str]
 
 
 def broadcast_variables(variables: Iterable[AnyVariable], root: int = 0) -> None:
-    """Set every variable to its value on rank ``root``.
+    """Set every variable to its value on rank ``root``. What all ranks hold already, bit for bit, is not sent.
 
     Args:
         variables: TensorFlow or Keras variables, the same list (order, names, shapes, dtypes) on every rank;
@@ -49,14 +49,16 @@ def broadcast_variables(variables: Iterable[AnyVariable], root: int = 0) -> None
     """
     replicated = [v for v in variables if not differs_by_rank(v)]
 
-    def signatures() -> list[_Signature]:
+    def signatures_and_digests() -> tuple[list[_Signature], list[bytes]]:
         check_root(root)
-        return [_signature(v) for v in replicated]
+        return [_signature(v) for v in replicated], [digest(v) for v in replicated]
 
-    everywhere = gather(cluster.exchange(), f"broadcast_variables(root={root})", signatures)
+    everywhere = gather(cluster.exchange(), f"broadcast_variables(root={root})", signatures_and_digests)
+    signatures = [each for each, _ in everywhere]
     # Names may differ (Keras numbers layers in order of creation), but shapes and dtypes must not.
-    compare(everywhere, "variables", _REMEDY, key=lambda each: [kind for _, *kind in each], show=_first_difference)
-    broadcast_compared(replicated, root)
+    compare(signatures, "variables", _REMEDY, key=lambda each: [kind for _, *kind in each], show=_first_difference)
+    digests = zip(*(each for _, each in everywhere), strict=True)
+    broadcast_compared([v for v, values in zip(replicated, digests, strict=True) if len(set(values)) > 1], root)
 
 
 def broadcast_compared(variables: list[AnyVariable], root: int = 0) -> None:

@@ -50,6 +50,9 @@ def test_nothing_and_pieces_and_mixed_precision(rank, size):
     large = [tf.Variable(tf.fill([n], float(rank))) for n in (9_000_000, 9_000_000, 5)]  # 72 MB in 64 MB pieces
     hk.broadcast_variables(large, size - 1)
     assert all((v == size - 1.0).numpy().all() for v in large)
+    zeros = tf.Variable([0.0, np.nan] if rank else [-0.0, np.nan])
+    hk.broadcast_variables([zeros, tf.Variable(1.0)])
+    assert np.signbit(zeros[0].numpy()), "equal numbers, but not bit for bit"
     layer = keras.layers.Dense(2, dtype="mixed_float16")
     layer.build((None, 3))
     layer.kernel.assign(np.full((3, 2), 1 + 2.0**-20 * (rank + 1), "f4"))
