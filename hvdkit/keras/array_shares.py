@@ -67,6 +67,7 @@ class ArrayShares(Shares):
         inputs = tree.lists_to_tuples(inputs)
         is_even = self._is_even()
 
+        @tf.autograph.experimental.do_not_convert
         def read(indices: tf.Tensor, arrays: Any) -> Element:
             rows = tf.shape(indices)[0] if indices.shape[0] is None else indices.shape[0]
             start, end, info = self.data_rank.bounds_and_info(rows)
@@ -87,25 +88,29 @@ class ArrayShares(Shares):
         examples = self.inner._num_samples
         batch_size = self.inner.batch_size
         shuffle = self.inner._shuffle
-        if self.seed is None or not shuffle:
+        if not shuffle:
+            return self._batches(tf.range(examples, dtype=tf.int64))
+        if self.seed is None:
             return ArrayDataAdapter(np.arange(examples), batch_size=batch_size, shuffle=shuffle).get_tf_dataset()
         rng = np.random.default_rng(self.seed)
-
-        def permutation(_: Any) -> tf.Tensor:
-            order = tf.numpy_function(lambda: rng.permutation(examples), [], tf.int64)
-            return tf.ensure_shape(order, [examples])
-
-        def batches(order: tf.Tensor) -> tf.data.Dataset:
-            starts = tf.data.Dataset.range(0, examples, batch_size)
-            slices = starts.map(lambda start: order[start : start + batch_size])
-            if examples % batch_size:
-                return slices
-            return slices.map(lambda batch: tf.ensure_shape(batch, [batch_size]))
-
         if shuffle == "batch":
-            ordered = tf.data.Dataset.range(1).map(lambda _: tf.range(examples, dtype=tf.int64)).flat_map(batches)
-            return ordered.map(lambda batch: tf.reshape(tf.numpy_function(rng.permutation, [batch], tf.int64), [-1]))
-        return tf.data.Dataset.range(1).map(permutation).prefetch(1).flat_map(batches)
+            batches = self._batches(tf.range(examples, dtype=tf.int64))
+            return batches.map(lambda batch: tf.reshape(tf.numpy_function(rng.permutation, [batch], tf.int64), [-1]))
+
+        def epoch(_: Any) -> tf.data.Dataset:
+            order = tf.numpy_function(lambda: rng.permutation(examples), [], tf.int64)
+            return self._batches(tf.ensure_shape(order, [examples]))
+
+        return tf.data.Dataset.range(1).flat_map(tf.autograph.experimental.do_not_convert(epoch))
+
+    def _batches(self, order: tf.Tensor) -> tf.data.Dataset:
+        """Return the global batches of the row numbers ``order``, int64 ``[examples]``."""
+        batch_size = self.inner.batch_size
+        stop = order.shape[0] // batch_size * batch_size
+        batches = tf.data.Dataset.from_tensor_slices(tf.reshape(order[:stop], [-1, batch_size]))
+        if stop < order.shape[0]:
+            batches = batches.concatenate(tf.data.Dataset.from_tensors(order[stop:]))
+        return batches
 
 
 def _take_rows(arrays: Any, indices: tf.Tensor) -> Any:
