@@ -16,8 +16,15 @@ from figures import Goal, Metric
 from harness import Benchmark, Case, Config, Results, Variant, main
 from processes import environment, launch, ranks, slowest, worker
 
-Model = Literal["cifar10", "clicks"]
-TITLES = {"cifar10": "the CIFAR-10 tutorial's network", "clicks": "a click model with 26 tables"}
+Model = Literal["cifar10", "clicks", "classes", "masks"]
+TITLES = {
+    "cifar10": "the CIFAR-10 tutorial's network",
+    "clicks": "a click model with 26 tables",
+    "classes": "MobileNetV2 with 1,000 classes",
+    "masks": "a U-Net of 256 x 256 pixels and 2 classes",
+}
+STEPS = {"cifar10": 1, "clicks": 5, "classes": 0.2, "masks": 0.2}  # per step of --steps, by the length of a step
+GATHERED: tuple[Model, ...] = ("classes", "masks")  # models whose loss is also computed from the rows of all ranks
 METRICS = (Metric(name="ms", title="ms/step", digits=2), Metric(name="cpu_ms", title="CPU ms/step", digits=2))
 VARIANTS = {
     "plain": "Keras `model.fit`",
@@ -33,20 +40,39 @@ TURNS = 4  # rounds for each of --rounds, because epochs are short
 class Fit(Config):
     """Compare hk.fit with model.fit and a loop."""
 
-    model: tuple[Model, ...] = ("cifar10", "clicks")
+    model: tuple[Model, ...] = ("cifar10", "clicks", "classes", "masks")
     """Models to train."""
     np: tuple[int, ...] = (1, 2)
     """Numbers of ranks."""
     rounds: int = 3
     """A quarter of the number of rounds, which are short; every variant is timed for one epoch in each."""
     steps: int = 40
-    """Steps per epoch; five times as many for the click model."""
+    """Steps per epoch of the CIFAR-10 network; more of the click model, fewer of the larger networks."""
 
 
 def cases(config: Fit) -> list[Case]:
     """Return a case for each model and number of ranks, and one for evaluations."""
-    found = [training(model, size, config) for model in config.model for size in config.np]
+    found = [training(model, size, config) for model in config.model if model not in GATHERED for size in config.np]
+    if 2 in config.np:
+        found += [gathered_loss(model, config) for model in config.model if model in GATHERED]
     return [*found, evaluation(config)] if 2 in config.np and "cifar10" in config.model else found
+
+
+def gathered_loss(model: Model, config: Fit) -> Case:
+    """Return the case of a loss that is computed from the rows of all ranks."""
+    about = f"hk.fit with loss_scope='batch' / 'rows', {TITLES[model]}, 2 ranks"
+    return Case(
+        name=f"gathered-{model}",
+        title=f"a loss of the rows of both ranks, {TITLES[model]}",
+        variants=[
+            Variant(name="rows", title='`hk.fit(loss_scope="rows")`'),
+            Variant(name="batch", title='`hk.fit(loss_scope="batch")`'),
+        ],
+        metrics=METRICS,
+        goals=[Goal(upper="batch", lower="rows", limit=1.05, about=about)] if model == "classes" else [],
+        reference="rows",
+        together=partial(run, model, 2, config, "--scopes"),
+    )
 
 
 def evaluation(config: Fit) -> Case:
@@ -92,7 +118,7 @@ def training(model: Model, size: int, config: Fit) -> Case:
 def run(model: Model, size: int, config: Fit, *args: str | Path) -> Sequence[Mapping[str, Results]]:
     """Run the single job of a case; return the slowest rank's figures by variant, for each round."""
     *words, folder = args
-    steps = 10 if config.quick else config.steps * (5 if model == "clicks" else 1)  # because its steps are short
+    steps = 10 if config.quick else round(config.steps * STEPS[model])
     rounds = 1 if config.quick else config.rounds * TURNS
     sizes = ["--steps", steps, "--rounds", rounds, "--processes", size]
     program = worker("fit.py", "--model", model, "--folder", folder, *words, *sizes)
@@ -108,7 +134,8 @@ def run(model: Model, size: int, config: Fit, *args: str | Path) -> Sequence[Map
 BENCHMARK = Benchmark(
     name="fit",
     title="Keras fit and a loop",
-    about="""SGD on arrays in shuffled batches of 64 images or 500 clicks per rank, with one compute thread per rank.
+    about="""SGD on arrays in shuffled batches of 64 images or 500 clicks per rank, of 32 for MobileNetV2 and 4 for the
+    U-Net, with one compute thread per rank.
     The variants of a table take turns within one job. Each turn trains two epochs and times the second, including its
     end, when the metrics of all ranks are combined. The click model uses hvdkit's tables, and therefore hvdkit's
     optimizer in all variants. CPU time is that of the busiest rank, including the time it waits for others.""",

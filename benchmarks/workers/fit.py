@@ -25,7 +25,7 @@ from timing import leave, meet, parser
 
 from hvdkit.commands.measure.workloads import workload
 
-BATCH = {"cifar10": 64, "clicks": 500}  # examples per rank
+BATCH = {"cifar10": 64, "clicks": 500, "classes": 32, "masks": 4}  # examples per rank
 Clocked = np.ndarray  # seconds, and CPU seconds
 
 
@@ -35,11 +35,13 @@ def main() -> None:
     options.add_argument("--model", choices=BATCH, default="cifar10")
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--evaluate", action="store_true", help="evaluate instead of training")
+    options.add_argument("--scopes", action="store_true", help="compare losses of own rows and of all ranks' rows")
     args = options.parse_args()
     hk.init()
     batch = BATCH[args.model] * hk.size()
-    work = {"cifar10": images, "clicks": clicks}[args.model]
-    variants = (evaluations if args.evaluate else trainings)(lambda: work(batch * args.steps), batch, args)
+    work = {"cifar10": images, "clicks": clicks, "classes": classes, "masks": masks}[args.model]
+    made = evaluations if args.evaluate else scopes if args.scopes else trainings
+    variants = made(lambda: work(batch * args.steps), batch, args)
     rounds = [turns(variants, number, args.steps) for number in range(-1, args.rounds)]
     figures = {
         f"{variant} {key} {r}": n for r, each in enumerate(rounds[1:]) for variant, f in each.items() for key, n in f
@@ -77,6 +79,36 @@ def clicks(examples: int):
     return model, keras.losses.BinaryCrossentropy, (inputs, labels)
 
 
+def classes(examples: int):
+    """Return MobileNetV2 for 1,000 classes, its loss class, and images of 64 x 64."""
+    keras.utils.set_random_seed(0)
+    model = keras.applications.MobileNetV2(weights=None, input_shape=(64, 64, 3), classifier_activation=None)
+    rng = np.random.default_rng(0)
+    data = rng.normal(size=(examples, 64, 64, 3)).astype("float32"), rng.integers(0, 1000, examples)
+    return model, keras.losses.SparseCategoricalCrossentropy, data
+
+
+def masks(examples: int):
+    """Return a U-Net for two classes of pixels, its loss class, and images of 256 x 256."""
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    inputs = keras.Input((256, 256, 3))
+    x = inputs
+    skips = []
+    for filters in (8, 16, 32):
+        x = layers.Conv2D(filters, 3, padding="same", activation="relu")(x)
+        skips.append(x)
+        x = layers.MaxPooling2D()(x)
+    x = layers.Conv2D(64, 3, padding="same", activation="relu")(x)
+    for skip in reversed(skips):
+        x = layers.Concatenate()([layers.UpSampling2D()(x), skip])
+        x = layers.Conv2D(skip.shape[-1], 3, padding="same", activation="relu")(x)
+    model = keras.Model(inputs, layers.Conv2D(2, 1)(x))
+    rng = np.random.default_rng(0)
+    images = rng.normal(size=(examples, 256, 256, 3)).astype("float32")
+    return model, keras.losses.SparseCategoricalCrossentropy, (images, rng.integers(0, 2, (examples, 256, 256)))
+
+
 class Clock(keras.callbacks.Callback):
     """Measures the time of the last epoch."""
 
@@ -111,6 +143,11 @@ def trainings(work, batch, args) -> dict[str, Callable[[], Clocked]]:
     return variants
 
 
+def scopes(work, batch, args) -> dict[str, Callable[[], Clocked]]:
+    """Return hk.fit with the loss of each rank's rows, and with that of the rows of all ranks."""
+    return {scope: by_hk_fit(work, batch, loss_scope=scope) for scope in ("rows", "batch")}
+
+
 def second_epoch(fit: Callable[..., object]) -> Callable[[], Clocked]:
     """Return a variant that trains two epochs with ``fit``, which gets the callbacks, and times the second."""
 
@@ -129,10 +166,10 @@ def by_plain_fit(work, batch, tables):
     return second_epoch(partial(model.fit, x, y, batch_size=batch))
 
 
-def by_hk_fit(work, batch):
+def by_hk_fit(work, batch, **options):
     """Train with hk.fit."""
     model, (x, y) = compiled(work, keras.optimizers.SGD(0.01))
-    return second_epoch(partial(hk.fit, model, x, y, batch_size=batch))
+    return second_epoch(partial(hk.fit, model, x, y, batch_size=batch, **options))
 
 
 def by_callbacks(work, batch):

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from hvdkit.keras.fit_session import FitSession, check_model, check_not_alone
+from hvdkit.keras.fit_session import FitSession, check_all_ranks_call, check_model
 from hvdkit.keras.global_batch_shares import GlobalBatchShares
 from hvdkit.keras.inputs import DataPair, FitData, check_batch_size_of_model, prepare_data
 from hvdkit.keras.keras_callbacks import CallbackList
@@ -60,7 +60,7 @@ def evaluate(
     """
 
     arguments = dict(locals())
-    check_not_alone("hk.evaluate")
+    check_all_ranks_call("hk.evaluate")
     del arguments["model"]
     if has_own(model, "evaluate"):
         return call_own(model, "evaluate", _evaluate, evaluate, arguments)

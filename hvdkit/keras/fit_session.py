@@ -44,6 +44,7 @@ from hvdkit.optimizer.equal_ranks import checked
 from hvdkit.sharding.shards import holding_of, is_seed_state, shard_of
 from hvdkit.sharding.variables import broadcast_variables
 from hvdkit.sharding.vocabulary import warn_of_full_buckets
+from hvdkit.watchdog.ending import ending
 from hvdkit.watchdog.reporter import reporter
 
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
@@ -59,12 +60,15 @@ _LOOKUP_METHODS = ("evaluate", "predict", "test_on_batch", "predict_on_batch")
 _ALONE: contextvars.ContextVar[str | None] = contextvars.ContextVar("alone", default=None)
 
 
-def check_not_alone(call: str) -> None:
-    """Raise if a callback that runs on the chief only makes a ``call`` that every rank has to make.
+def check_all_ranks_call(call: str) -> None:
+    """Raise if not all ranks will make a ``call`` that every rank has to make.
 
     Raises:
-        HvdkitError: the message names the callback.
+        ClusterError: a rank has failed, which the program has caught on this rank; the message names it.
+        HvdkitError: a callback that runs on the chief only makes the call; the message names it.
     """
+    if ending().line:
+        raise ClusterError(ending().line)
     if (callback := _ALONE.get()) is not None:
         got = f"{callback}, which runs on the chief only, and calls {call}"
         remedy = "pass it on every rank, without hk.callbacks.on_chief"

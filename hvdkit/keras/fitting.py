@@ -15,7 +15,7 @@ from hvdkit.errors import describe
 from hvdkit.internals import array_slicing, data_adapter_utils
 from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.keras.chief import is_on_chief
-from hvdkit.keras.fit_session import FitSession, check_model, check_not_alone, warn_of_local_statistics
+from hvdkit.keras.fit_session import FitSession, check_all_ranks_call, check_model, warn_of_local_statistics
 from hvdkit.keras.global_batch_shares import GlobalBatchShares
 from hvdkit.keras.inputs import DataPair, FitData, check_batch_size_of_model, prepare_data
 from hvdkit.keras.keras_callbacks import WRITERS, CallbackList
@@ -112,7 +112,7 @@ def fit(
         >>> digest = hk.compare_variables(model.variables)  # equal on all ranks
     """
     arguments = dict(locals())
-    check_not_alone("hk.fit")
+    check_all_ranks_call("hk.fit")
     del arguments["model"], arguments["logdir"], arguments["loss_scope"]
     if not has_own(model, "fit"):
         return _fit(model, **arguments, logdir=logdir, loss_scope=loss_scope)

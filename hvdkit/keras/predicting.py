@@ -11,7 +11,7 @@ from keras import tree
 from hvdkit import cluster
 from hvdkit.collectives.call_checks import Call, agree_on_call, attempt
 from hvdkit.errors import describe
-from hvdkit.keras.fit_session import FitSession, check_not_alone
+from hvdkit.keras.fit_session import FitSession, check_all_ranks_call
 from hvdkit.keras.inputs import DataPair, FitData, check_batch_size_of_model, prepare_data
 from hvdkit.keras.keras_callbacks import CallbackList
 from hvdkit.keras.own_methods import call_own, has_own, keras_method
@@ -64,7 +64,7 @@ def predict(
     """
 
     arguments = dict(locals())
-    check_not_alone("hk.predict")
+    check_all_ranks_call("hk.predict")
     del arguments["model"], arguments["gather"]
     if not has_own(model, "predict"):
         return _predict(model, **arguments, gather=gather)

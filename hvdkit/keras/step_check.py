@@ -16,7 +16,7 @@ from hvdkit.cluster.agreement import gather
 from hvdkit.errors import describe
 from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.keras.check_result import CheckResult
-from hvdkit.keras.fit_session import check_model, check_not_alone, forget_session
+from hvdkit.keras.fit_session import check_all_ranks_call, check_model, forget_session
 from hvdkit.keras.fitting import fit
 from hvdkit.keras.model_optimizers import all_optimizers, distribute_optimizers, optimizers_of, original_attributes
 from hvdkit.keras.own_methods import keras_method
@@ -66,7 +66,7 @@ def check_step(model: keras.Model, x: Any, y: Any = None, batch_size: int | None
         >>> result.is_equal
         True
     """
-    check_not_alone("hk.check_step")
+    check_all_ranks_call("hk.check_step")
     batches = _checked(model, x, y, batch_size, steps)
     many = StepRecorder(steps)
     with _restored(model), many.observing(model):

@@ -144,3 +144,34 @@ def test_gradients_of_two_models_are_never_combined():
         r"hvdkit: rank [01] on \S+ failed: CollectiveMismatchError: waits in hvdkit\.gradients.* of .* but rank [01] in"
     )
     assert re.search(names, job.output) and re.search(r"hvdkit\.gradients\.\d+ of", job.output), job.output
+
+
+NEXT_FIT = """
+import keras, numpy as np, tensorflow as tf, hvdkit as hk
+cluster = hk.init()
+x, y = np.ones((16, 3), "f4"), np.ones((16, 1), "f4")
+
+def read(rows):
+    if cluster.rank == 1:
+        raise FileNotFoundError("part-4.csv")
+    return rows
+
+for number in range(2):
+    inputs = keras.Input((3,))
+    reading = keras.layers.Lambda(lambda z: tf.ensure_shape(tf.numpy_function(read, [z], "float32"), z.shape))
+    rows = inputs if number else reading(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(1)(rows))
+    model.compile("sgd", "mse")
+    try:
+        hk.fit(model, x, y, batch_size=8, verbose=0)
+    except Exception as error:
+        print(f"rank {cluster.rank}, model {number}: {type(error).__name__}: {error}", flush=True)
+"""
+
+
+def test_a_fit_after_a_caught_failure_names_it():
+    """Horovod has stopped by then, of which its own message is that it has not been initialized."""
+    job = run(NEXT_FIT, MPI, 2)
+    failure = r"ClusterError: rank 1 on \S+ failed: .*part-4.csv"
+    assert job.code == 1 and all(re.search(f"rank 0, model {n}: {failure}", job.output) for n in (0, 1)), job.output
+    assert "has not been initialized" not in job.output, job.output
