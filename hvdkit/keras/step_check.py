@@ -18,6 +18,7 @@ from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.keras.check_result import CheckResult
 from hvdkit.keras.fit_session import check_all_ranks_call, check_model, forget_session
 from hvdkit.keras.fitting import fit
+from hvdkit.keras.loss_scopes import LossScope
 from hvdkit.keras.model_optimizers import all_optimizers, distribute_optimizers, optimizers_of, original_attributes
 from hvdkit.keras.own_methods import keras_method
 from hvdkit.keras.rank_functions import unchanged
@@ -30,7 +31,15 @@ from hvdkit.sharding.shards import holding_of
 
 
 @outside_strategy()
-def check_step(model: keras.Model, x: Any, y: Any = None, batch_size: int | None = None, steps: int = 1) -> CheckResult:
+def check_step(
+    model: keras.Model,
+    x: Any,
+    y: Any = None,
+    batch_size: int | None = None,
+    steps: int = 1,
+    *,
+    loss_scope: LossScope = "auto",
+) -> CheckResult:
     """Compare training steps of all ranks with those of one process on the same global batches.
 
     Each rank trains ``steps`` steps as ``hk.fit`` does, on its share of each batch, and then the same steps with plain
@@ -46,6 +55,7 @@ def check_step(model: keras.Model, x: Any, y: Any = None, batch_size: int | None
         y: the labels.
         batch_size: rows per global batch; default: all rows, divided by ``steps``.
         steps: number of steps.
+        loss_scope: as for ``hk.fit``.
 
     Returns:
         The comparison, equal on all ranks: ``is_equal``, and ``values``, ``causes`` and ``notes``, which ``str`` shows.
@@ -70,12 +80,13 @@ def check_step(model: keras.Model, x: Any, y: Any = None, batch_size: int | None
     batches = _checked(model, x, y, batch_size, steps)
     many = StepRecorder(steps)
     with _restored(model), many.observing(model):
-        fit(model, *batches.data, batch_size=batches.size, shuffle=False, verbose=0, callbacks=[many])
+        x, y = batches.data
+        fit(model, x, y, batches.size, shuffle=False, verbose=0, callbacks=[many], loss_scope=loss_scope)
     one = StepRecorder(steps, start=many.recording)
     one.recording.ranks = 1
     with _restored(model), one.observing(model), _alone(model):
         method = keras_method(model, "fit")
-        method(*batches.data, batch_size=batches.size, shuffle=False, verbose=0, callbacks=[one])
+        method(x, y, batches.size, shuffle=False, verbose=0, callbacks=[one])
     result = compare_recordings(one.recording, many.recording)
     results = gather(cluster.exchange(), "hk.check_step", lambda: result)
     return next((each for each in results if not each.is_equal), results[0])

@@ -93,6 +93,11 @@ def test_what_differs_is_named_with_its_cause(rng):
         result = hk.check_step(model, x, y, batch_size=12)
         found = {each.kind for each in result.values if each.verdict == "different"}
         assert not result.is_equal and kinds <= found and cause in f"{result}", f"{result}"
+    dice = keras.Sequential([keras.Input((3,)), layers.Dense(1, "sigmoid")])
+    dice.compile("sgd", keras.losses.Dice())
+    positive = (y > 3).astype("float32")
+    assert hk.check_step(dice, x, positive).is_equal
+    assert not hk.check_step(dice, x, positive, loss_scope="rows").is_equal
     noisy = hk.check_step(model_with(layers.Lambda(lambda z: z + keras.random.normal(keras.ops.shape(z)))), x, y)
     assert noisy.is_equal and "steps draw random numbers" in f"{noisy}" and "not comparable" in f"{noisy}"
 
