@@ -133,7 +133,7 @@ class FitSession:
         self._built: dict[str, Any] = dict.fromkeys(_FUNCTIONS)  # the functions when a callback last called the model
         self._dependencies = _dependencies(model)
         self.metric_combiner = MetricCombiner(model, lambda: float(self.steps.last_factor.numpy()))
-        self.metric_checks = MetricChecks(model)
+        self.metric_checks = MetricChecks(model, self.steps.loss_scopes)
         self._is_compared = False
         self._first_rows: FirstRows | None = FirstRows() if cluster.size() > 1 else None  # None: functions are compared
         self._inactive: dict[str, Any] = {}  # the attributes that the model does not have now

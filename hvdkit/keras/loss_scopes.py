@@ -13,6 +13,7 @@ them find to be a mean of its rows is computed on each rank's rows from then on,
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ class _Function:
         shown: the scope that its graph shows.
         scope: UNKNOWN, ROWS or BATCH; int32.
         is_stored: whether the rows to test it have been stored.
-        call: computes its values.
+        scope_of_rows: returns the scope that arrays of labels and predictions show.
         test: returns the scope that this rank's rows show.
         local_bytes: of the arrays that a step gathers from this rank.
         needs_batch: whether it could not be traced on this rank's rows.
@@ -75,7 +76,7 @@ class _Function:
     shown: int
     scope: tf.Variable
     is_stored: tf.Variable
-    call: Values | None = None
+    scope_of_rows: Callable[[Any, Any], int] | None = None
     test: Callable[[], int] | None = None
     local_bytes: int = 0
     needs_batch: bool = False
@@ -160,6 +161,28 @@ class LossScopes:
                     stack.enter_context(swap_attributes(metrics, build=build))
             yield
 
+    def of_update(self, metric: Any, growth: Callable[[Any], list[np.ndarray]], rows: list[Any]) -> int | _Function:
+        """Return the scope of a metric's update in this step: ROWS, or a function whose scope may be unknown.
+
+        Args:
+            metric: a Keras metric whose class has its own ``update_state``.
+            growth: returns by what an update with arrays of rows changes each summed variable.
+            rows: the tensors of the update, with this rank's rows.
+        """
+        if not self.may_gather or not rows or not all(map(_has_movable_rows, rows)):
+            return ROWS
+
+        def scope_of_arrays(arrays: Any, _: Any) -> int:
+            def scope_of_sum(index: int) -> int:
+                return scope_of(lambda x, _: growth(x)[index], arrays, [], is_sum=True)
+
+            return max(map(scope_of_sum, range(len(growth(arrays)))), default=ROWS)
+
+        function = self._function(f"metric {metric.name!r}", metric, lambda: UNKNOWN)
+        if not self._stands_in:
+            self._store(function, scope_of_arrays, rows, [])
+        return function
+
     def test(self) -> list[int]:
         """Return the scopes that this rank's stored rows show, in the order of the functions."""
         found: list[int] = []
@@ -200,36 +223,38 @@ class LossScopes:
         leaves = [*tree.flatten(y_true), *tree.flatten(y_pred)]
         if not self.may_gather or not all(map(_has_movable_rows, leaves)):
             return ROWS
-        if id(owner) not in self._functions:
-            scope = untracked_variable(UNKNOWN, tf.int32, "hvdkit_scope")
-            is_stored = untracked_variable(False, tf.bool, "hvdkit_is_stored")
-            shown = _scope_of_graph(call, y_true, y_pred)
-            self._functions[id(owner)] = _Function(name, owner, shown, scope, is_stored)
-        function = self._functions[id(owner)]
+        function = self._function(name, owner, lambda: _scope_of_graph(call, y_true, y_pred))
         if function.shown != UNKNOWN:
             return function.shown
         if not self._stands_in:
-            self._store(function, call, y_true, y_pred, is_sum=is_sum)
+            self._store(function, functools.partial(scope_of, call, is_sum=is_sum), y_true, y_pred)
         return function
 
-    def _store(self, function: _Function, call: Values, y_true: Any, y_pred: Any, *, is_sum: bool) -> None:
+    def _function(self, name: str, owner: Any, shown: Callable[[], int]) -> _Function:
+        if id(owner) not in self._functions:
+            scope = untracked_variable(UNKNOWN, tf.int32, "hvdkit_scope")
+            is_stored = untracked_variable(False, tf.bool, "hvdkit_is_stored")
+            self._functions[id(owner)] = _Function(name, owner, shown(), scope, is_stored)
+        return self._functions[id(owner)]
+
+    def _store(self, function: _Function, scope_of_rows: Callable[[Any, Any], int], y_true: Any, y_pred: Any) -> None:
         """Store some rows of this step for a test, unless rows are already stored."""
         true_count = len(tree.flatten(y_true))
         leaves = [*tree.flatten(y_true), *tree.flatten(y_pred)]
         structures = [tree.map_structure(lambda leaf: None, y) for y in (y_true, y_pred)]
-        function.call = call
+        function.scope_of_rows = scope_of_rows
         reference = weakref.ref(function)  # TensorFlow never frees a numpy_function
 
         def store(number: np.ndarray, *arrays: np.ndarray) -> np.bool_:
             function = reference()
-            if function is None or function.call is None:
+            if function is None or function.scope_of_rows is None:
                 return np.bool_(True)
-            call = function.call
+            test = function.scope_of_rows
             copies = [array.copy() for array in arrays]
             rows_true = tree.pack_sequence_as(structures[0], copies[:true_count])
             rows_pred = tree.pack_sequence_as(structures[1], copies[true_count:])
             function.local_bytes = sum(array.nbytes // max(1, len(array)) for array in arrays) * int(number)
-            function.test = lambda: scope_of(call, rows_true, rows_pred, is_sum=is_sum)
+            function.test = lambda: test(rows_true, rows_pred)
             return np.bool_(True)
 
         stored = [tf.shape(leaves[0])[0], *(leaf[:_ROWS] for leaf in leaves)]

@@ -7,14 +7,16 @@ A sum grows by the same amount regardless of its previous value. With u(s) the s
 Custom metrics are tested in their first update, inside the step: the update is repeated on two other states, and the
 state is restored.
 
-A state that counts batches, e.g. ``total += mean(values); count += 1``, is a sum over batches, not over examples: its
-growth does not change if each example occurs twice. The growth on rank r with n_r of b rows is multiplied by n_r / b.
+A state that counts batches, e.g. ``total += f1(labels, predictions); count += 1``, is a sum over batches, not over
+examples: a batch adds something else than its parts do. Every rank then updates it with the gathered rows, which adds
+G, and keeps G n_r / b for its n_r of b rows. Which metrics these are is found out as for losses (loss_scopes.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -26,16 +28,14 @@ from hvdkit import cluster
 from hvdkit.collectives.batch_share import current_factor
 from hvdkit.collectives.conversion import untracked_variable
 from hvdkit.errors import describe
-from hvdkit.internals import get_keras_mask, set_keras_mask
 from hvdkit.keras.attribute_swap import swap_attributes
+from hvdkit.keras.loss_scopes import LossScopes, by_scope
+from hvdkit.keras.losses import gather_nests
 
 _REMEDY = "keep sums and counts in the metric's variables, as keras.metrics.Mean does, or compute it after hk.predict"
 _UNKNOWN = 0
 _SUM = 1
 _NOT_SUM = 2
-# kinds of sums; _UNKNOWN as long as they do not grow
-_OF_ROWS = 1
-_OF_BATCHES = 2
 _TEST_OFFSET = 64.0  # offset of the test states, in units of 1 + the first growth
 _TOLERANCE = 1e-3  # in the same units
 _FRACTION_BITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
@@ -55,12 +55,17 @@ def metric_states(model: Any) -> list[tuple[str, Any]]:
 
 
 class MetricChecks:
-    """Finds metrics of a compiled model whose state cannot be combined."""
+    """Finds metrics of a compiled model whose state cannot be combined.
 
-    def __init__(self, model: Any) -> None:
+    Args:
+        model: a compiled model.
+        scopes: find out which updates need the rows of all ranks.
+    """
+
+    def __init__(self, model: Any, scopes: LossScopes) -> None:
         self._model = model
+        self._scopes = scopes
         self._outcomes: dict[int, tuple[Any, tf.Variable]] = {}
-        self._kinds: dict[int, tf.Variable] = {}  # of the summed variables, by metric
 
     @contextlib.contextmanager
     def testing_updates(self) -> Iterator[None]:
@@ -89,10 +94,14 @@ class MetricChecks:
         update = metric.update_state
 
         def update_state(*args: Any, **kwargs: Any) -> Any:
-            before = [tf.identity(v) for v in metric.variables]
-            result = update(*args, **kwargs)
-            if len(before) < len(metric.variables):  # created by the update, as zeros
-                before = [tf.zeros(v.shape, v.dtype) for v in metric.variables]
+            arguments = _Arguments(args, kwargs)
+            scope = self._scopes.of_update(metric, _growth_by(metric, update, arguments), arguments.rows)
+            result = None
+            if isinstance(scope, int):
+                result = update(*args, **kwargs)
+            else:
+                on_batch = functools.partial(_update_with_batch, metric, update, arguments)
+                by_scope(scope, lambda: arguments.passed_to(update), on_batch)
             outcome = self._outcome(metric)
             new_outcome = tf.cond(
                 tf.equal(outcome, _UNKNOWN),
@@ -100,44 +109,9 @@ class MetricChecks:
                 lambda: outcome.read_value(),
             )
             outcome.assign(new_outcome)
-            twice = _each_row_twice((args, kwargs))
-            if twice is not None:
-                self._weigh(metric, before, lambda: update(*twice[0], **twice[1]))
             return result
 
         return update_state
-
-    def _weigh(self, metric: Any, before: list[tf.Tensor], update_twice: Callable[[], Any]) -> None:
-        """Multiply the growth of sums over batches by this rank's part of the rows.
-
-        Args:
-            metric: a metric that has been updated.
-            before: the values of its variables before that.
-            update_twice: updates it with each row twice.
-        """
-        summed = [i for i, v in enumerate(metric.variables) if _is_summed(v)]
-        if not summed:
-            return
-        if id(metric) not in self._kinds:
-            self._kinds[id(metric)] = untracked_variable(np.zeros(len(summed), np.int32), tf.int32, "hvdkit_kinds")
-        kinds = self._kinds[id(metric)]
-        after = [tf.identity(v) for v in metric.variables]
-        new_kinds = tf.cond(
-            tf.reduce_any(tf.equal(kinds, _UNKNOWN)),
-            lambda: _kinds_of_sums(metric, before, after, update_twice, kinds.read_value()),
-            lambda: kinds.read_value(),
-        )
-        kinds.assign(new_kinds)
-
-        def scale() -> tf.Tensor:
-            for number, i in enumerate(summed):
-                part = _part_of_batch(after[i].dtype)
-                scaled = _float64(before[i]) + part * (_float64(after[i]) - _float64(before[i]))
-                is_of_batches = tf.equal(new_kinds[number], _OF_BATCHES)
-                metric.variables[i].assign(tf.where(is_of_batches, tf.cast(scaled, after[i].dtype), after[i]))
-            return tf.constant(True)
-
-        tf.cond(tf.reduce_any(tf.equal(new_kinds, _OF_BATCHES)), scale, lambda: tf.constant(False))
 
     def _outcome(self, metric: Any) -> tf.Variable:
         if id(metric) not in self._outcomes:
@@ -185,44 +159,60 @@ def _test_update(metric: Any, update: Callable[[], Any]) -> tf.Tensor:
     return tf.where(is_finite, tf.where(is_sum, _SUM, _NOT_SUM), _UNKNOWN)
 
 
-def _kinds_of_sums(
-    metric: Any, before: list[tf.Tensor], after: list[tf.Tensor], update_twice: Callable[[], Any], known: tf.Tensor
-) -> tf.Tensor:
-    """Return the kind of each summed variable, int32, by an update with each row twice; ``known`` ones are kept."""
-    for variable, value in zip(metric.variables, before, strict=True):
-        variable.assign(value)
-    update_twice()
-    kinds: list[tf.Tensor] = []
-    for i, variable in enumerate(metric.variables):
+class _Arguments:
+    """The arguments of an update.
+
+    Attributes:
+        rows: the tensors with rows: those as long as the first one.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._arguments = args, kwargs
+        leaves = tree.flatten(self._arguments)
+        shaped = [number for number, leaf in enumerate(leaves) if len(getattr(leaf, "shape", ()))]
+        self._numbers = [number for number in shaped if leaves[number].shape[0] == leaves[shaped[0]].shape[0]]
+        self.rows = [leaves[number] for number in self._numbers]
+
+    def passed_to(self, update: Callable[..., Any], rows: Sequence[Any] | None = None) -> tf.Tensor:
+        """Call ``update`` with the arguments, or with other ``rows``."""
+        leaves = tree.flatten(self._arguments)
+        for number, leaf in zip(self._numbers, self.rows if rows is None else rows, strict=True):
+            leaves[number] = leaf
+        args, kwargs = tree.pack_sequence_as(self._arguments, leaves)
+        update(*args, **kwargs)
+        return tf.constant(True)
+
+
+def _update_with_batch(metric: Any, update: Callable[..., Any], arguments: _Arguments) -> tf.Tensor:
+    """Update a metric with the rows of all ranks, and keep this rank's part of the growth of its sums."""
+    before = [tf.identity(v) for v in metric.variables]
+    (rows,), _ = gather_nests((arguments.rows,))
+    arguments.passed_to(update, rows)
+    if len(before) < len(metric.variables):  # created by the update, as zeros
+        before = [tf.zeros(v.shape, v.dtype) for v in metric.variables]
+    for variable, old in zip(metric.variables, before, strict=True):
         if _is_summed(variable):
-            once = _float64(after[i]) - _float64(before[i])
-            twice = _float64(variable) - _float64(before[i])
-            size = tf.reduce_max(tf.abs(once))
-            rounding = 8.0 * _epsilon(after[i].dtype) * (tf.reduce_max(tf.abs(_float64(after[i]))) + size)
-            is_equal = tf.reduce_max(tf.abs(twice - once)) <= 0.01 * size + rounding
-            kind = tf.where(is_equal, _OF_BATCHES, _OF_ROWS)
-            kinds.append(tf.where(size > 200.0 * rounding, kind, _UNKNOWN))
-    for variable, value in zip(metric.variables, after, strict=True):
-        variable.assign(value)
-    return tf.where(tf.equal(known, _UNKNOWN), tf.stack(kinds), known)
+            growth = _float64(variable) - _float64(old)
+            variable.assign(tf.cast(_float64(old) + _part_of_batch(old.dtype) * growth, old.dtype))
+    return tf.constant(True)
 
 
-def _each_row_twice(arguments: Any) -> Any:
-    """Return the arguments of an update with each row twice; None if they have no rows."""
-    leaves = [x for x in tree.flatten(arguments) if isinstance(x, tf.Tensor) and x.shape.rank]
-    if not leaves:
-        return None
-    rows = leaves[0].shape[0]
+def _growth_by(metric: Any, update: Callable[..., Any], arguments: _Arguments) -> Callable[[Any], list[np.ndarray]]:
+    """Return a function that computes, in eager mode, by what an update with other rows changes the sums."""
 
-    def double(x: Any) -> Any:
-        if not isinstance(x, tf.Tensor) or not x.shape.rank or x.shape[0] != rows:
-            return x
-        doubled = tf.concat([x, x], 0)
-        if (mask := get_keras_mask(x)) is not None:
-            set_keras_mask(doubled, tf.concat([mask, mask], 0))
-        return doubled
+    def growth(rows: Any) -> list[np.ndarray]:
+        summed = [v for v in metric.variables if _is_summed(v)]
+        before = [(v, np.asarray(v)) for v in metric.variables]
+        try:
+            for variable in summed:
+                variable.assign(tf.zeros(variable.shape, variable.dtype))
+            arguments.passed_to(update, [tf.convert_to_tensor(each) for each in rows])
+            return [np.asarray(_float64(v)) for v in summed]
+        finally:
+            for variable, value in before:
+                variable.assign(value)
 
-    return tree.map_structure(double, arguments)
+    return growth
 
 
 def _part_of_batch(dtype: tf.DType) -> tf.Tensor:

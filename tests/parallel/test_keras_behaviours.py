@@ -214,6 +214,25 @@ class OfBatches(keras.metrics.Metric):
         return {f"{self.name}_mean": mean, f"{self.name}_count": self.count * 1, f"{self.name}_rows": self.rows * 1.0}
 
 
+class F1OfBatches(keras.metrics.Metric):
+    """A mean over batches of their F1, which does not follow from that of their rows."""
+
+    def __init__(self):
+        super().__init__(name="f1_of_batches")
+        self.total = self.add_weight(name="total", initializer="zeros")
+        self.count = self.add_weight(name="count", initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        found = keras.ops.cast(y_pred > 0, "float32")
+        wanted = keras.ops.cast(y_true > 0, "float32")
+        f1 = 2 * keras.ops.sum(found * wanted) / (keras.ops.sum(found) + keras.ops.sum(wanted) + 1e-7)
+        self.total.assign_add(f1)
+        self.count.assign_add(1.0)
+
+    def result(self):
+        return self.total / keras.ops.maximum(self.count, 1.0)
+
+
 def mean_error(y_true, y_pred):
     """Return one number for the batch."""
     return keras.ops.mean(keras.ops.abs(y_true - y_pred))
@@ -224,13 +243,14 @@ def constant(y_true, y_pred):
     return 0.25
 
 
-def test_metrics_that_count_batches_weight_them_by_rows(rng):
+def test_metrics_that_count_batches(rng):
     x, y = line(rng, 22)  # with batches of 7 rows, the last one has a single row
     for eager in (False, True):
 
         def build(eager=eager):
             model = dense(
-                metrics=[OfBatches("float32"), OfBatches("int32"), mean_error, constant, "mae"], run_eagerly=eager
+                metrics=[OfBatches("float32"), OfBatches("int32"), F1OfBatches(), mean_error, constant, "mae"],
+                run_eagerly=eager,
             )
             return model
 
