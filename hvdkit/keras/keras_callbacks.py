@@ -54,6 +54,11 @@ def _reads_batch_logs(callback: Any) -> bool:
     return not (is_default(callback.on_batch_end) and is_default(callback.on_train_batch_end))
 
 
+def _reads_test_logs(callback: Any) -> bool:
+    """Return True if a callback may read the logs of test batches. Of those of Keras, none does."""
+    return _may_raise(callback) and not is_default(callback.on_test_batch_end)
+
+
 def _reads_outputs(callback: Any) -> bool:
     """Return True if a callback may read the outputs of batches, which must then be gathered."""
     return _may_raise(callback) and not (
@@ -84,13 +89,17 @@ class _Needs:
     """What the callbacks of a rank need."""
 
     batch_logs: bool  # the logs of training batches, combined over ranks
+    test_logs: bool  # those of test batches
     outputs: bool  # the outputs of batches, gathered from all ranks
     agreement: bool  # an exchange after each hook: they have code of the user, which may raise on one rank only
 
     @classmethod
     def of(cls, callbacks: list[Any]) -> _Needs:
         return cls(
-            any(map(_reads_batch_logs, callbacks)), any(map(_reads_outputs, callbacks)), any(map(_may_raise, callbacks))
+            any(map(_reads_batch_logs, callbacks)),
+            any(map(_reads_test_logs, callbacks)),
+            any(map(_reads_outputs, callbacks)),
+            any(map(_may_raise, callbacks)),
         )
 
 
@@ -111,6 +120,7 @@ def _compare_callbacks(callbacks: list[Any], begin: Callable[[], None]) -> _Need
     needs = [each for _, each in ranks]
     return _Needs(
         any(each.batch_logs for each in needs),
+        any(each.test_logs for each in needs),
         any(each.outputs for each in needs),
         any(each.agreement for each in needs),
     )
@@ -166,10 +176,13 @@ class CallbackList(keras.callbacks.CallbackList):
         self._alone = [callback for callback in local_callbacks if _is_alone(callback)]
         needs = _compare_callbacks(all_callbacks, begin)
         self._combines_batch_logs = needs.batch_logs and trains
+        self._combines_test_logs = needs.test_logs
         self._reads_outputs = needs.outputs
         self._may_raise = needs.agreement
         if self._combines_batch_logs:
             self._async_train = False  # an exchange in a thread could interleave with another one
+        if self._combines_test_logs:
+            self._async_test = False
 
     # ---- calling ------------------------------------------------------------------------------------------------
 
@@ -193,7 +206,8 @@ class CallbackList(keras.callbacks.CallbackList):
     def _call_on_all_ranks(self, hook: str, *args: Any) -> None:
         """Call a hook of each callback; an error on one rank raises on all ranks."""
         if self._may_raise:
-            when = f"callbacks' {hook}" + (f" of epoch {args[0]}" if len(args) > 1 else "")
+            unit = "batch" if "_batch_" in hook else "epoch"
+            when = f"callbacks' {hook}" + (f" of {unit} {args[0]}" if len(args) > 1 else "")
             gather(cluster.exchange(), when, lambda: self._call(hook, *args))
         else:
             self._call(hook, *args)
@@ -268,8 +282,12 @@ class CallbackList(keras.callbacks.CallbackList):
             self._compare_batch()
         if self._async_test:
             super().on_test_batch_end(batch, logs)
-        else:
+            return
+        if not self._combines_test_logs:
             self._call("on_test_batch_end", batch, logs)
+            return
+        logs = self._session.metric_combiner.combine(logs, of_batch=True)
+        self._call_on_all_ranks("on_test_batch_end", batch, logs)
 
     def on_test_end(self, logs: Any = None) -> None:
         """Call the callbacks."""

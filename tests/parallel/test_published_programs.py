@@ -287,6 +287,43 @@ def test_training_and_validation_draw_from_one_random_generator(rng):
         assert min(updates) == 3, "read before the end of the epoch"
 
 
+class PeakSignalToNoise(keras.callbacks.Callback):
+    """The callback of keras.io's example about super-resolution, which reads the losses of batches for validation."""
+
+    def __init__(self):
+        super().__init__()
+        self.ratios = []
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.ratios.append(10 * np.log10(1 / logs["loss"]))
+
+
+def test_a_callback_that_reads_the_logs_of_test_batches(rng, size):
+    x, y = line(rng, 23)  # batches of 7 rows, and one of 2
+
+    def build():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+        return model
+
+    one, many = PeakSignalToNoise(), PeakSignalToNoise()
+    options = {"batch_size": 7, "epochs": 2, "validation_data": (x, y)}
+    model, _ = plain(build, x, y, callbacks=[one], **options)
+    ported_model, _ = ported(build, x, y, callbacks=[many], **options)
+    model.evaluate(x, y, batch_size=9, verbose=0, callbacks=[one])
+    hk.evaluate(ported_model, x, y, batch_size=9, verbose=0, callbacks=[many])
+    assert len(one.ratios) == 2 * 4 + 3
+    np.testing.assert_allclose(many.ratios, one.ratios, rtol=1e-5)
+
+    class Fails(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch, logs=None):
+            if hk.rank() == size - 1:
+                raise RuntimeError("a callback of one rank")
+
+    with pytest.raises(Exception, match="a callback of one rank"):
+        hk.evaluate(ported_model, x, y, batch_size=9, verbose=0, callbacks=[Fails()])
+
+
 def test_float64_is_as_exact_as_in_one_process(rng):
     x = rng.normal(size=(22, 3))  # batches of 7 rows, which 2 ranks do not divide
     y = x @ np.ones((3, 1))
