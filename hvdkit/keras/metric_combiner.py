@@ -80,9 +80,12 @@ class MetricCombiner:
                 variable.assign(np.zeros_like(value))
 
     def _with_means(self, logs: Logs, local_results: Logs, results: Logs, group: Group | None) -> dict[str, Any]:
-        """Return the logs of the last step: combined results of metrics, and row-weighted means of other numbers."""
+        """Return the logs of the last step: combined results of metrics, and row-weighted means of other numbers.
+
+        A step may return the result of a metric under another name, as that of a tracker as the loss.
+        """
         local = {
-            key: (np.asarray(value), key in local_results and _equal(value, local_results[key]))
+            key: (np.asarray(value), [name for name, result in local_results.items() if _equal(value, result)])
             for key, value in logs.items()
         }
         kind = f"logs of the last step ({', '.join(sorted(local))})"
@@ -90,8 +93,9 @@ class MetricCombiner:
         total = sum(factor for factor, _ in ranks)
         combined: dict[str, Any] = {}
         for key in logs:
-            if all(each[key][1] for factor, each in ranks if factor):
-                combined[key] = results[key]
+            names = [name for name in results if all(name in each[key][1] for factor, each in ranks if factor)]
+            if names:
+                combined[key] = results[key if key in names else names[0]]
                 continue
             if local[key][0].dtype.kind in "OSU":
                 combined[key] = _same_text(key, [each[key][0] for factor, each in ranks if factor])
@@ -118,4 +122,6 @@ def _flat(logs: Logs) -> dict[str, Any]:
 
 
 def _equal(value: Any, other: Any) -> bool:
-    return np.array_equal(np.asarray(value), np.asarray(other), equal_nan=True)
+    arrays = np.asarray(value), np.asarray(other)
+    is_text = any(array.dtype.kind in "OSU" for array in arrays)
+    return not is_text and np.array_equal(*arrays, equal_nan=True)

@@ -324,6 +324,36 @@ def test_a_callback_that_reads_the_logs_of_test_batches(rng, size):
         hk.evaluate(ported_model, x, y, batch_size=9, verbose=0, callbacks=[Fails()])
 
 
+class Renaming(keras.Model):
+    """Returns the results of trackers under other names, as keras.io's variational autoencoder does."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.total = keras.metrics.Mean(name="total_loss")
+
+    @property
+    def metrics(self):
+        return [self.total]
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(y - self(x)))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        self.total.update_state(loss)
+        return {"loss": self.total.result(), "last": loss}
+
+
+def test_results_of_trackers_under_other_names(rng):
+    def build():
+        inputs = keras.Input((3,))
+        model = Renaming(inputs, keras.layers.Dense(1)(inputs))
+        model.compile(keras.optimizers.SGD(0.05))
+        return model
+
+    compare(build, *line(rng, 22), batch_size=7, epochs=2, shuffle=False)
+
+
 def test_float64_is_as_exact_as_in_one_process(rng):
     x = rng.normal(size=(22, 3))  # batches of 7 rows, which 2 ranks do not divide
     y = x @ np.ones((3, 1))
