@@ -35,6 +35,7 @@ from hvdkit.internals import (
     squeeze_or_expand_to_same_rank,
 )
 from hvdkit.keras.loss_scopes import LossScopes, Values, by_scope
+from hvdkit.keras.moved_weights import depends_on_rows
 from hvdkit.keras.shares import data_group
 
 _MEANS = ("sum_over_batch_size", "mean")
@@ -49,33 +50,38 @@ def check_loss(loss: Any) -> None:
     reduction = getattr(loss, "reduction", "mean")
     name = getattr(loss, "name", type(loss).__name__)
     if reduction in (None, "none"):
-        remedy = "use reduction='sum_over_batch_size', or reduce it in compute_loss"
+        remedy = (
+            "use reduction='sum_over_batch_size', or reduce it in compute_loss; if train_step calls it, keep it in an "
+            "attribute of the model instead of compile"
+        )
         raise HvdkitError(describe("loss", f"{name} with reduction={reduction!r}", "a loss that is one number", remedy))
     if reduction not in _MEANS and type(loss).__call__ is not keras.losses.Loss.__call__:
         got = f"{name}, whose class has its own __call__, with reduction={reduction!r}"
         raise HvdkitError(describe("loss", got, "Keras's own reduction", "override call instead of __call__"))
 
 
-def rescaled(loss: Any, scopes: LossScopes) -> Any:
+def rescaled(loss: Any, scopes: LossScopes, data: Any) -> Any:
     """Rescale ``loss`` so that the ranks' losses add up to that of one process; means over rows are unchanged.
 
     Args:
         loss: a Keras loss; anything else is returned.
         scopes: decide where it is computed.
+        data: this rank's rows. A loss of what the step has gathered from all ranks is unchanged.
     """
     if not isinstance(loss, keras.losses.Loss):
         return loss
     check_loss(loss)
-    return _RescaledLoss(loss, scopes)
+    return _RescaledLoss(loss, scopes, data)
 
 
 class _RescaledLoss(keras.losses.Loss):
     """A rescaled Keras loss for a step on a share. Delegates everything else to the loss."""
 
-    def __init__(self, loss: Any, scopes: LossScopes) -> None:
+    def __init__(self, loss: Any, scopes: LossScopes, data: Any) -> None:
         self.__dict__.update(vars(loss))
         self._loss = loss
         self._scopes = scopes
+        self._data = data
         self._has_own_call = type(loss).__call__ is not keras.losses.Loss.__call__
 
     def __getattr__(self, name: str) -> Any:
@@ -87,6 +93,8 @@ class _RescaledLoss(keras.losses.Loss):
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         """Compute the loss as Keras does on this rank's rows, and multiply it; or on the rows of all ranks."""
         loss = self._loss
+        if tf.inside_function() and not depends_on_rows((y_true, y_pred), self._data):
+            return loss(y_true, y_pred, sample_weight)
         call = loss if self._has_own_call else loss.call
         in_mask = get_keras_mask(y_pred)
         with keras.name_scope(loss.name):

@@ -276,7 +276,7 @@ class ShareSteps:
                     stack.enter_context(swap_attributes(metric, update_state=update))
 
             def rescale() -> None:
-                flat = [each._replace(loss=rescaled(each.loss, self.loss_scopes)) for each in losses._flat_losses]
+                flat = [each._replace(loss=rescaled(each.loss, self.loss_scopes, data)) for each in losses._flat_losses]
                 stack.enter_context(swap_attributes(losses, _flat_losses=flat))
 
             def build(*args: Any, **kwargs: Any) -> None:
@@ -294,7 +294,7 @@ class ShareSteps:
                 stack.enter_context(swap_attributes(metrics, build=build_metrics))
             weigh(_mean_metrics(self._model))
             for layer in self._model._flatten_layers():
-                stack.enter_context(swap_attributes(layer, **self._rescaled_attributes(layer)))
+                stack.enter_context(swap_attributes(layer, **self._rescaled_attributes(layer, data)))
             aggregate = getattr(self._model, "_aggregate_additional_loss", None)  # Keras 3.6 and later
             rows = number_of_rows(data)
             if aggregate is not None:
@@ -312,7 +312,7 @@ class ShareSteps:
                 stack.enter_context(swap_attributes(losses, build=build))
             yield
 
-    def _rescaled_attributes(self, layer: Any) -> dict[str, Any]:
+    def _rescaled_attributes(self, layer: Any, data: Any) -> dict[str, Any]:
         """Return the rescaled losses in attributes of ``layer``.
 
         Those with a value for each row are left: the step or layer reduces them itself.
@@ -321,7 +321,7 @@ class ShareSteps:
         for name, value in vars(layer).items():
             is_compiled = layer is self._model and name in _COMPILED_LOSSES
             if isinstance(value, keras.losses.Loss) and not is_compiled and value.reduction not in (None, "none"):
-                found[name] = rescaled(value, self.loss_scopes)
+                found[name] = rescaled(value, self.loss_scopes, data)
         return found
 
     def _warn_of_added_losses(self) -> None:

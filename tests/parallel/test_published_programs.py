@@ -324,6 +324,56 @@ def test_a_callback_that_reads_the_logs_of_test_batches(rng, size):
         hk.evaluate(ported_model, x, y, batch_size=9, verbose=0, callbacks=[Fails()])
 
 
+class Retrieval(keras.layers.Layer):
+    """The task of TensorFlow Recommenders: candidates of all rows, and a loss object that sums over rows."""
+
+    def __init__(self, gather):
+        super().__init__()
+        self.gather = gather
+        self.own_loss = keras.losses.CategoricalCrossentropy(from_logits=True, reduction="sum")
+
+    def call(self, queries, candidates):
+        scores = tf.matmul(self.gather(queries), self.gather(candidates), transpose_b=True)
+        return self.own_loss(tf.eye(tf.shape(scores)[0]), scores)
+
+
+class TwoTowers(keras.Model):
+    def __init__(self, gather):
+        super().__init__()
+        self.query, self.candidate = (keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)]) for _ in range(2))
+        self.task = Retrieval(gather)
+
+    def loss_of(self, data):
+        return self.task(*(tower(rows) for tower, rows in zip((self.query, self.candidate), data, strict=True)))
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(data)
+        variables = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return {"loss": loss, "total_loss": loss}
+
+    def test_step(self, data):
+        return {"loss": self.loss_of(data)}
+
+
+def test_a_loss_that_sums_over_gathered_rows(rng):
+    x, _ = line(rng, 21)
+    data = x, x[::-1].copy()
+
+    def build(gather):
+        keras.utils.set_random_seed(3)
+        model = TwoTowers(gather)
+        model.compile(keras.optimizers.SGD(0.01))
+        return model
+
+    one, many = build(lambda rows: rows), build(hk.gather_rows)
+    options = {"batch_size": 7, "epochs": 2, "shuffle": False, "verbose": 0, "validation_data": data}
+    expected = one.fit(*data, **options).history
+    same_logs(hk.fit(many, *data, **options).history, expected)
+    same_weights(many, one)
+
+
 class Renaming(keras.Model):
     """Returns the results of trackers under other names, as keras.io's variational autoencoder does."""
 
