@@ -26,6 +26,7 @@ from hvdkit import cluster
 from hvdkit.cluster.logs import get_logger, warn_once
 from hvdkit.errors import HvdkitError, describe, see
 from hvdkit.keras.attribute_swap import swap_attributes
+from hvdkit.keras.model_optimizers import optimizers_of
 from hvdkit.keras.rank_state import StateVariable, combine_sums, has_rule, state_of
 from hvdkit.sharding.shards import AnyVariable, differs_by_rank
 from hvdkit.sharding.variables import variable_name
@@ -34,6 +35,7 @@ _PAGE = see("pitfalls#two-gradients-in-a-step-as-in-sam")
 _AVERAGE = "average it first, hk.average_gradients(tape.gradient(loss, variables))"
 _TAPE = "gradient_tape"  # the name scope in which tf.GradientTape computes
 _COLLECTIVE = "Horovod"  # the beginning of the types of Horovod's ops
+_SAME_ON_ALL_RANKS = {"HorovodAllreduce", "HorovodGroupedAllreduce", "HorovodAllgather", "HorovodBroadcast"}
 _SHAPES = {"Shape", "ShapeN", "Size", "Rank"}  # they do not pass values on
 _CALLS = {
     "PartitionedCall",
@@ -78,8 +80,8 @@ def watching_assignments(
     Args:
         model: a Keras model.
         data: the batch of the step, with tensors of the graph that is being traced.
-        independent: for the ids of state variables, whether all that is assigned is independent of the batch, such as
-            the number of a step; updated here.
+        independent: for the ids of state variables, whether all that is assigned is the same on every rank, whatever
+            its rows: the number of a step, a moving average of weights, gathered rows; updated here.
         refuses: False if the user has declared that ranks may use gradients of their own rows.
 
     Raises:
@@ -94,6 +96,10 @@ def watching_assignments(
     weights = [StateVariable(variable_name(v), v) for v in model.trainable_variables if not differs_by_rank(v)]
     state = state_of(model)
     uses: dict[int, _GradientUse] = {}  # by the ids of variables
+    optimizer_variables = [v for optimizer in optimizers_of(model) for v in optimizer.variables]
+    replicated = [each.variable for each in (*weights, *state)] + optimizer_variables
+    by_handle = {id(handle): v for v in replicated if (handle := _handle(v)) is not None}
+    reads: dict[int, set[int] | None] = {}  # the ids of variables that an assigned value reads; None if of the batch
 
     def watched(variable: AnyVariable, method: str, *, is_state: bool) -> Callable[..., Any]:
         assign = getattr(variable, method)
@@ -106,8 +112,9 @@ def watching_assignments(
                     before.of_all_rows or use.of_all_rows, before.is_linear and use.is_linear
                 )
             if is_state:
-                is_independent = is_of_any_size and _is_independent(value, variable)
-                independent[id(variable)] = independent.get(id(variable), True) and is_independent
+                known = reads.get(id(variable), set())
+                read = _variables_read(value, by_handle) if is_of_any_size else None
+                reads[id(variable)] = None if known is None or read is None else known | read
             return assign(value, *args, **kwargs)
 
         return watched_assign
@@ -119,6 +126,8 @@ def watching_assignments(
                 watches = {method: watched(variable, method, is_state=is_state) for method in methods}
                 stack.enter_context(swap_attributes(variable, **watches))
         yield
+    for number in reads:
+        independent[number] = independent.get(number, True) and _is_independent(number, reads)
     step = f"train_step of {type(model).__name__}"
     moved = [(each, uses[id(each.variable)]) for each in weights if id(each.variable) in uses]
     if refuses:
@@ -169,16 +178,52 @@ def _refusal(step: str, what: str) -> HvdkitError:
     return HvdkitError(describe(step, f"a step that {what}", expected, f"{remedy}; {_PAGE}"))
 
 
-def _is_independent(value: Any, variable: AnyVariable) -> bool:
-    """Return True if an assigned value follows from constants and from the variable itself."""
-    handle = getattr(variable if isinstance(variable, tf.Variable) else variable.value, "handle", None)
+def _handle(variable: AnyVariable) -> tf.Tensor | None:
+    """Return the handle by which graphs read a variable."""
+    return getattr(variable if isinstance(variable, tf.Variable) else variable.value, "handle", None)
+
+
+def _is_independent(number: int, reads: dict[int, set[int] | None]) -> bool:
+    """Return True if neither a variable nor those that it follows from are assigned what follows from the batch.
+
+    Args:
+        number: the id of the variable.
+        reads: for the ids of assigned variables, the ids of those that are read; None if the batch is.
+    """
+    seen: set[int] = set()
+    pending = [number]
+    while pending:
+        read = pending.pop()
+        if read in seen:
+            continue
+        seen.add(read)
+        following = reads.get(read, set())  # weights and variables that the step does not assign
+        if following is None:
+            return False
+        pending.extend(following)
+    return True
+
+
+def _variables_read(value: Any, by_handle: dict[int, AnyVariable]) -> set[int] | None:
+    """Return the ids of the variables from which an assigned value follows.
+
+    Args:
+        value: a tensor of the graph of a step, or several.
+        by_handle: the variables that ranks hold equally, by the ids of their handles.
+
+    Returns:
+        None if the value follows from anything else but constants and what collectives give to all ranks.
+    """
+    found: set[int] = set()
     seen: set[int] = set()
     pending = tf.nest.flatten(value, expand_composites=True)
     while pending:
         tensor = pending.pop()
         if not tf.is_symbolic_tensor(tensor):
-            if tf.is_tensor(tensor) and tensor.dtype == tf.resource and tensor is not handle:
-                return False
+            if tf.is_tensor(tensor) and tensor.dtype == tf.resource:
+                if id(tensor) not in by_handle:
+                    return None
+                found.add(id(by_handle[id(tensor)]))
             continue
         if id(tensor) in seen:
             continue
@@ -187,13 +232,17 @@ def _is_independent(value: Any, variable: AnyVariable) -> bool:
         if op.type == "Placeholder":
             outer = [outside for outside, inside in tensor.graph.captures if inside is tensor]
             if not outer:
-                return False  # an argument, such as the batch
+                return None  # an argument, such as the batch
             pending.extend(outer)
+        elif op.type == "IdentityN":  # of a custom gradient, as of hk.allreduce: results and arguments
+            pending.append(op.inputs[tensor.value_index])
+        elif op.type in _SAME_ON_ALL_RANKS:
+            continue
         elif op.type in _CALLS or op.type.startswith(_COLLECTIVE) or (op.op_def.is_stateful and op.type not in _READS):
-            return False
+            return None
         else:
             pending.extend(op.inputs)
-    return True
+    return found
 
 
 def depends_on_rows(value: Any, data: Any) -> bool:

@@ -324,6 +324,52 @@ def test_a_callback_that_reads_the_logs_of_test_batches(rng, size):
         hk.evaluate(ported_model, x, y, batch_size=9, verbose=0, callbacks=[Fails()])
 
 
+class TwoNetworks(keras.Model):
+    """BYOL: the target is a moving average of the weights; MoCo: a queue keeps keys of earlier batches."""
+
+    def __init__(self, gather):
+        super().__init__()
+        self.gather = gather
+        self.online = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
+        self.target = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
+        self.target.trainable = False
+        self.queue = self.add_weight(shape=(9, 4), initializer="ones", trainable=False)
+
+    def train_step(self, data):
+        x, other = data
+        keys = tf.math.l2_normalize(self.target(other), axis=1)
+        with tf.GradientTape() as tape:
+            found = tf.math.l2_normalize(self.online(x), axis=1)
+            logits = tf.concat(
+                [tf.reduce_sum(found * keys, axis=1, keepdims=True), found @ tf.transpose(self.queue)], 1
+            )
+            labels = tf.zeros(tf.shape(found)[:1], tf.int32)
+            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
+        variables = self.online.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        decay = 1 - 0.1 / tf.cast(self.optimizer.iterations, tf.float32)
+        for weight, average in zip(self.online.weights, self.target.weights, strict=True):
+            average.assign(decay * average + (1 - decay) * weight)
+        self.queue.assign(tf.concat([self.gather(keys), self.queue], axis=0)[:9])
+        return {"last": loss}
+
+
+def test_a_last_batch_with_fewer_rows_than_ranks_for_averages_of_weights_and_gathered_queues(rng):
+    x, _ = line(rng, 22)  # batches of 7 rows, and one of 1
+
+    def build(gather):
+        keras.utils.set_random_seed(3)
+        model = TwoNetworks(gather)
+        model.compile(keras.optimizers.SGD(0.5))
+        return model
+
+    options = {"batch_size": 7, "epochs": 2, "shuffle": False, "verbose": 0}
+    one, many = build(lambda rows: rows), build(hk.gather_rows)
+    expected = one.fit(x, x[::-1].copy(), **options).history
+    same_logs(hk.fit(many, x, x[::-1].copy(), **options).history, expected)
+    same_weights(many, one)
+
+
 class Retrieval(keras.layers.Layer):
     """The task of TensorFlow Recommenders: candidates of all rows, and a loss object that sums over rows."""
 
