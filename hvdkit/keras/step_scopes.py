@@ -103,14 +103,16 @@ class StepScope:
         name = type(self._model).__name__
         layers = self._model._flatten_layers(include_self=False)
         added = [layer.name for layer in layers if not is_of_library(type(layer)) and _calls_add_loss(layer)]
+        regularized = [layer.name for layer in layers if _has_own_activity_regularizer(layer)]
         got = f"train_step of {name}" + (f", with add_loss of {', '.join(added)}" if added else "")
+        got += f", with the activity regularizer of {', '.join(regularized)}" if regularized else ""
         message = describe(
             "model",
             f"{got}, whose gradient is neither the mean nor the sum of the gradients of its rows",
             "a loss of each row, or of all rows of the global batch",
             "gather what is compared between rows with hk.gather_rows, average gradients with hk.average_gradients "
-            "before clipping, and next to a regularizer use the mean of the rows' losses, not their sum; or pass "
-            "loss_scope='rows' to train with the mean of the ranks' losses",
+            "before clipping, make an activity regularizer a sum over rows, and next to a regularizer use the mean of "
+            "the rows' losses, not their sum; or pass loss_scope='rows' to train with the mean of the ranks' losses",
         )
         raise HvdkitError(f"{message}; {see('pitfalls#losses-layers-and-random-numbers')}")
 
@@ -294,7 +296,9 @@ def _functions_run_eagerly() -> Iterator[None]:
 
 
 def has_own_step(model: Any, name: str) -> bool:
-    """Return True if a model's class has its own step or loss, or in training a layer of the user's calls ``add_loss``.
+    """Return True if a model's class has its own step or loss, or in training a layer adds a loss of the user's.
+
+    Such losses come from ``add_loss`` and activity regularizers.
 
     Args:
         model: a Keras model.
@@ -305,8 +309,9 @@ def has_own_step(model: Any, name: str) -> bool:
     owners = [next(each for each in classes if method in vars(each)) for method in methods]
     if any(not is_of_library(owner) for owner in owners):
         return True
-    layers = [layer for layer in model._flatten_layers() if not is_of_library(type(layer))]
-    return name == "train" and any(map(_calls_add_loss, layers))
+    layers = list(model._flatten_layers())
+    own = [layer for layer in layers if not is_of_library(type(layer))]
+    return name == "train" and (any(map(_calls_add_loss, own)) or any(map(_has_own_activity_regularizer, layers)))
 
 
 def is_of_library(owner: type) -> bool:
@@ -317,6 +322,11 @@ def is_of_library(owner: type) -> bool:
 def _calls_add_loss(layer: Any) -> bool:
     code = getattr(type(layer).call, "__code__", None)
     return code is not None and "add_loss" in code.co_names
+
+
+def _has_own_activity_regularizer(layer: Any) -> bool:
+    regularizer = getattr(layer, "activity_regularizer", None)
+    return regularizer is not None and not is_of_library(type(regularizer))
 
 
 def _as_in_inference(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.as_one import compare, line, plain, ported, same_logs, same_weights
+from helpers.as_one import compare, line, plain, ported, raises_on_several, same_logs, same_weights
 
 import hvdkit as hk
 
@@ -448,6 +448,33 @@ def test_results_of_trackers_under_other_names(rng):
         return model
 
     compare(build, *line(rng, 22), batch_size=7, epochs=2, shuffle=False)
+
+
+class Orthogonal(keras.regularizers.Regularizer):
+    """The regularizer of keras.io's PointNet: its products are those of all pairs of clouds of a batch."""
+
+    def __call__(self, x):
+        x = keras.ops.reshape(x, (-1, 3, 3))
+        products = keras.ops.reshape(keras.ops.tensordot(x, x, axes=(2, 2)), (-1, 3, 3))
+        return 0.01 * keras.ops.sum(keras.ops.square(products - keras.ops.eye(3)))
+
+
+class OfEachCloud(keras.regularizers.Regularizer):
+    def __call__(self, x):
+        x = keras.ops.reshape(x, (-1, 3, 3))
+        return 0.01 * keras.ops.sum(keras.ops.square(keras.ops.matmul(x, keras.ops.transpose(x, (0, 2, 1)))))
+
+
+def test_an_activity_regularizer_that_compares_rows_is_refused(rng):
+    def build(regularizer):
+        hidden = keras.layers.Dense(9, activity_regularizer=regularizer(), name="transform")
+        model = keras.Sequential([keras.Input((3,)), hidden, keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        return model
+
+    compare(lambda: build(OfEachCloud), *line(rng), batch_size=7, epochs=2)
+    with raises_on_several(hk.HvdkitError, "activity regularizer of transform.*a sum over rows"):
+        hk.fit(build(Orthogonal), *line(rng), batch_size=8, verbose=0)
 
 
 def test_float64_is_as_exact_as_in_one_process(rng):
