@@ -9,6 +9,7 @@ when the same rank calls it again is random, and is not compared; nor is what fo
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import random
 import types
@@ -25,6 +26,7 @@ from keras import tree
 
 from hvdkit import cluster
 from hvdkit.cluster.agreement import gather
+from hvdkit.cluster.logs import warn_once
 from hvdkit.collectives import broadcast_object
 from hvdkit.collectives.conversion import untracked_variable
 from hvdkit.collectives.refusal import refusing_collectives
@@ -138,6 +140,8 @@ def compare_functions(model: Any, rows: Any, *, is_reading: bool = False) -> Non
         CollectiveMismatchError: on some rank, a layer computes other outputs; the message names the first one.
     """
     with unchanged(model, generators=not is_reading):
+        if rows is not None and cluster.group(cluster.DATA).size > 1:
+            _warn_of_coupled_rows(model, rows)
         outputs = _layer_outputs(model, rows)
         expected = broadcast_object(outputs)
         exchange = cluster.exchange()
@@ -156,6 +160,55 @@ def compare_functions(model: Any, rows: Any, *, is_reading: bool = False) -> Non
         holdings = gather(exchange, kind, lambda: _holdings(layer))
     odd = next(index for index, numbers in enumerate(calls) if first in numbers)
     raise CollectiveMismatchError(_message(layer, exchange.ranks[odd], holdings[odd], holdings[0]))
+
+
+def _warn_of_coupled_rows(model: Any, rows: Any) -> None:
+    """Warn if what a model computes for a row depends on the other rows of its batch, which ranks do not have.
+
+    Every rank must call it: functions of the program may have graphs with collectives.
+    """
+    if type(model).call is keras.Model.call or not _has_several_rows(rows):
+        return
+    with contextlib.ExitStack() as stack, contextlib.suppress(Exception):  # e.g. a collective, a fixed batch size
+        for layer in model._flatten_layers():
+            if any(holding_of(v) is not None for v in _own_variables(layer)):
+                return
+            if isinstance(layer, keras.layers.RNN):
+                stack.enter_context(swap_attributes(layer, call=_in_graph(layer.call)))
+        stack.enter_context(refusing_collectives())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        parts = [tree.map_structure(functools.partial(_part, start=start), rows) for start in (0, 1)]
+        together = model(rows, training=False)
+        again = model(rows, training=False)
+        apart = [model(part, training=False) for part in parts]
+        for number, outputs in enumerate(tree.flatten(together)):
+            alone = tf.concat([tree.flatten(each)[number] for each in apart], axis=0)
+            is_coupled = _differ(outputs, alone) and not _differ(outputs, tree.flatten(again)[number])
+            if is_coupled and cluster.is_chief():
+                warn_once(
+                    f"model {model.name!r}: what it computes for a row depends on the other rows of its batch, so that "
+                    "ranks, each with its own rows, compute something else than one process; compute it for each row, "
+                    f"or from hk.gather_rows of what is compared; {see('pitfalls#layers-that-compare-rows')}"
+                )
+                return
+
+
+def _has_several_rows(rows: Any) -> bool:
+    return all(leaf is None or (leaf.shape.rank != 0 and number_of_rows(leaf) == ROWS) for leaf in tree.flatten(rows))
+
+
+def _part(leaf: Any, *, start: int) -> Any:
+    return None if leaf is None else slice_tensor(leaf, start, start + 1)
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Return True if two tensors of one shape have different values."""
+    if not isinstance(one, tf.Tensor) or not one.dtype.is_floating or one.shape != other.shape:
+        return False
+    values, others = (tf.cast(x, tf.float64).numpy() for x in (one, other))
+    limit = (_HALF_TOLERANCE if one.dtype.size == 2 else _TOLERANCE) * np.abs(values).max(initial=0.0)
+    return bool(np.abs(values - others).max(initial=0.0) > limit)
 
 
 def _message(layer: Any, rank: int, got: Mapping[str, str], expected: Mapping[str, str]) -> str:

@@ -477,6 +477,35 @@ def test_an_activity_regularizer_that_compares_rows_is_refused(rng):
         hk.fit(build(Orthogonal), *line(rng), batch_size=8, verbose=0)
 
 
+class Recommender(keras.Model):
+    """keras.io's collaborative filtering: tensordot with two axes sums over the rows of a batch."""
+
+    def __init__(self, product):
+        super().__init__()
+        self.product = product
+        self.users, self.movies = keras.layers.Embedding(9, 4), keras.layers.Embedding(12, 4)
+        self.bias = keras.layers.Embedding(9, 1)
+
+    def call(self, ids):
+        product = self.product(self.users(ids[:, 0]), self.movies(ids[:, 1]))
+        return keras.ops.sigmoid(product + self.bias(ids[:, 0]))
+
+
+def test_a_model_that_compares_rows_gets_a_warning(rng, size, capfd):
+    ids = np.stack([rng.integers(0, 9, 22), rng.integers(0, 12, 22)], axis=1)
+
+    def train(product):
+        model = Recommender(product)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        batches = tf.data.Dataset.from_tensor_slices((ids, np.ones(22, "float32"))).batch(8)
+        for data in ((ids, np.ones(22)), (batches,)):
+            hk.fit(model, *data, batch_size=8 if len(data) == 2 else None, verbose=0)
+        return capfd.readouterr().err.count("depends on the other rows of its batch")
+
+    assert train(lambda user, movie: keras.ops.sum(user * movie, axis=1, keepdims=True)) == 0
+    assert train(lambda user, movie: keras.ops.tensordot(user, movie, 2)) == (hk.is_chief() and size > 1)
+
+
 def test_float64_is_as_exact_as_in_one_process(rng):
     x = rng.normal(size=(22, 3))  # batches of 7 rows, which 2 ranks do not divide
     y = x @ np.ones((3, 1))
