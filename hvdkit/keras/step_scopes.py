@@ -325,8 +325,8 @@ def _calls_add_loss(layer: Any) -> bool:
 
 
 def _has_own_activity_regularizer(layer: Any) -> bool:
-    regularizer = getattr(layer, "activity_regularizer", None)
-    return regularizer is not None and not is_of_library(type(regularizer))
+    regularizer = getattr(layer, "activity_regularizer", None)  # an object of a class, or a function
+    return regularizer is not None and not str(regularizer.__module__).startswith(("keras.", "hvdkit."))
 
 
 def _as_in_inference(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -473,8 +473,9 @@ def test_an_activity_regularizer_that_compares_rows_is_refused(rng):
         return model
 
     compare(lambda: build(OfEachCloud), *line(rng), batch_size=7, epochs=2)
-    with raises_on_several(hk.HvdkitError, "activity regularizer of transform.*a sum over rows"):
-        hk.fit(build(Orthogonal), *line(rng), batch_size=8, verbose=0)
+    for regularizer in (Orthogonal, lambda: lambda x: Orthogonal()(x)):
+        with raises_on_several(hk.HvdkitError, "activity regularizer of transform.*a sum over rows"):
+            hk.fit(build(regularizer), *line(rng), batch_size=8, verbose=0)
 
 
 class Recommender(keras.Model):
