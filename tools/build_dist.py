@@ -45,7 +45,8 @@ def build(source: Path, out: Path, epoch: int) -> tuple[Path, Path]:
         archive = out / made.name
         _normalize(made, archive, epoch)
         with tarfile.open(archive) as tar:
-            tar.extractall(folder / "unpacked", filter="data")
+            tar.extraction_filter = getattr(tarfile, "data_filter", None)  # Python before 3.11.4 lacks it
+            tar.extractall(folder / "unpacked")
         made = _run_build("--wheel", next((folder / "unpacked").iterdir()), folder / "wheel", epoch)
         wheel = out / made.name
         wheel.write_bytes(made.read_bytes())

@@ -154,7 +154,8 @@ class Chaos:
         wait_until(lambda: not marked(str(self.folder)), lambda: str(marked(str(self.folder))))
         summary = f"{phase}, {fault}, {target}: {process.returncode}\n{''.join(output)}{rest}"
         names = [path.name for path in self.temporary.iterdir()]
-        left = [name for name in names if not name.startswith("__autograph_")]  # TensorFlow's, of a killed rank
+        # Of a killed rank, TensorFlow's generated modules remain, and their bytecode.
+        left = [name for name in names if not name.startswith(("__autograph_", "__pycache__"))]
         if chosen is process and "SIGKILL" in fault:  # a launcher that was killed cannot remove its files
             shutil.rmtree(self.temporary)
             self.temporary.mkdir()
