@@ -16,7 +16,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import keras
@@ -27,6 +27,7 @@ from keras import tree
 from hvdkit import cluster
 from hvdkit.cluster.logs import get_logger
 from hvdkit.collectives.conversion import untracked_variable
+from hvdkit.collectives.graphs import function_graph
 from hvdkit.collectives.refusal import refusing_collectives
 from hvdkit.errors import HvdkitError, describe, see
 from hvdkit.keras.attribute_swap import swap_attributes
@@ -64,7 +65,7 @@ class _Function:
         shown: the scope that its graph shows.
         scope: UNKNOWN, ROWS or BATCH; int32.
         is_stored: whether the rows to test it have been stored.
-        scope_of_rows: returns the scope that arrays of labels and predictions show.
+        keepers: for each call in a graph, the function that stores its rows.
         test: returns the scope that this rank's rows show.
         local_bytes: of the arrays that a step gathers from this rank.
         needs_batch: whether it could not be traced on this rank's rows.
@@ -76,7 +77,7 @@ class _Function:
     shown: int
     scope: tf.Variable
     is_stored: tf.Variable
-    scope_of_rows: Callable[[Any, Any], int] | None = None
+    keepers: list[Callable[..., None]] = field(default_factory=list)
     test: Callable[[], int] | None = None
     local_bytes: int = 0
     needs_batch: bool = False
@@ -171,12 +172,23 @@ class LossScopes:
         """
         if not self.may_gather or not rows or not all(map(_has_movable_rows, rows)):
             return ROWS
+        if (
+            function_graph() is not tf.compat.v1.get_default_graph()
+        ):  # in a branch or loop, which other ranks may not run
+            return ROWS
 
         def scope_of_arrays(arrays: Any, _: Any) -> int:
             def scope_of_sum(index: int) -> int:
                 return scope_of(lambda x, _: growth(x)[index], arrays, [], is_sum=True)
 
-            return max(map(scope_of_sum, range(len(growth(arrays)))), default=ROWS)
+            try:
+                with refusing_collectives():
+                    number = len(growth(arrays))
+            except HvdkitError:  # it combines ranks itself
+                return ROWS
+            except Exception:  # e.g. a fixed number of rows
+                return BATCH
+            return max(map(scope_of_sum, range(number)), default=ROWS)
 
         function = self._function(f"metric {metric.name!r}", metric, lambda: UNKNOWN)
         if not self._stands_in:
@@ -242,27 +254,30 @@ class LossScopes:
         true_count = len(tree.flatten(y_true))
         leaves = [*tree.flatten(y_true), *tree.flatten(y_pred)]
         structures = [tree.map_structure(lambda leaf: None, y) for y in (y_true, y_pred)]
-        function.scope_of_rows = scope_of_rows
-        reference = weakref.ref(function)  # TensorFlow never frees a numpy_function
 
-        def store(number: np.ndarray, *arrays: np.ndarray) -> np.bool_:
-            function = reference()
-            if function is None or function.scope_of_rows is None:
-                return np.bool_(True)
-            test = function.scope_of_rows
+        def keep(number: np.ndarray, *arrays: np.ndarray) -> None:
             copies = [array.copy() for array in arrays]
             rows_true = tree.pack_sequence_as(structures[0], copies[:true_count])
             rows_pred = tree.pack_sequence_as(structures[1], copies[true_count:])
             function.local_bytes = sum(array.nbytes // max(1, len(array)) for array in arrays) * int(number)
-            function.test = lambda: test(rows_true, rows_pred)
-            return np.bool_(True)
+            function.test = lambda: scope_of_rows(rows_true, rows_pred)
 
         stored = [tf.shape(leaves[0])[0], *(leaf[:_ROWS] for leaf in leaves)]
         is_stored = function.is_stored
         if tf.executing_eagerly():
             if not bool(is_stored):
-                is_stored.assign(bool(store(*(leaf.numpy() for leaf in stored))))
+                keep(*(leaf.numpy() for leaf in stored))
+                is_stored.assign(True)
             return
+        function.keepers.append(keep)
+        reference = weakref.ref(keep)  # TensorFlow never frees a numpy_function
+
+        def store(*arrays: np.ndarray) -> np.bool_:
+            keeper = reference()
+            if keeper is not None:
+                keeper(*arrays)
+            return np.bool_(True)
+
         run = lambda: tf.ensure_shape(tf.numpy_function(store, stored, tf.bool), [])  # noqa: E731
         is_stored.assign(tf.cond(is_stored, lambda: True, run))
 

@@ -180,18 +180,19 @@ def _warn_of_coupled_rows(model: Any, rows: Any) -> None:
         warnings.simplefilter("ignore")
         parts = [tree.map_structure(functools.partial(_part, start=start), rows) for start in (0, 1)]
         together = model(rows, training=False)
-        again = model(rows, training=False)
         apart = [model(part, training=False) for part in parts]
         for number, outputs in enumerate(tree.flatten(together)):
             alone = tf.concat([tree.flatten(each)[number] for each in apart], axis=0)
-            is_coupled = _differ(outputs, alone) and not _differ(outputs, tree.flatten(again)[number])
-            if is_coupled and cluster.is_chief():
+            if not _differ(outputs, alone):
+                continue
+            again = tree.flatten(model(rows, training=False))[number]
+            if not _differ(outputs, again) and cluster.is_chief():
                 warn_once(
                     f"model {model.name!r}: what it computes for a row depends on the other rows of its batch, so that "
                     "ranks, each with its own rows, compute something else than one process; compute it for each row, "
                     f"or from hk.gather_rows of what is compared; {see('pitfalls#layers-that-compare-rows')}"
                 )
-                return
+            return
 
 
 def _has_several_rows(rows: Any) -> bool:

@@ -51,14 +51,16 @@ def broadcast_variables(variables: Iterable[AnyVariable], root: int = 0) -> None
 
     def signatures_and_digests() -> tuple[list[_Signature], list[bytes]]:
         check_root(root)
-        return [_signature(v) for v in replicated], [digest(v) for v in replicated]
+        signatures = [_signature(v) for v in replicated]
+        return signatures, [digest(v) for v in replicated] if cluster.size() > 1 else []
 
     everywhere = gather(cluster.exchange(), f"broadcast_variables(root={root})", signatures_and_digests)
     signatures = [each for each, _ in everywhere]
     # Names may differ (Keras numbers layers in order of creation), but shapes and dtypes must not.
     compare(signatures, "variables", _REMEDY, key=lambda each: [kind for _, *kind in each], show=_first_difference)
-    digests = zip(*(each for _, each in everywhere), strict=True)
-    broadcast_compared([v for v, values in zip(replicated, digests, strict=True) if len(set(values)) > 1], root)
+    if cluster.size() > 1:
+        digests = zip(*(each for _, each in everywhere), strict=True)
+        broadcast_compared([v for v, values in zip(replicated, digests, strict=True) if len(set(values)) > 1], root)
 
 
 def broadcast_compared(variables: list[AnyVariable], root: int = 0) -> None:

@@ -260,6 +260,51 @@ def test_metrics_that_count_batches(rng):
         same_logs(hk.evaluate(many, x, y, batch_size=7, verbose=0, return_dict=True), expected)
 
 
+class OwnUpdates(keras.Model):
+    """Updates a metric in a branch that some ranks do not take, and another one only in training with weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1, kernel_initializer="ones")
+        self.seen = OfBatches("float32")
+        self.weighted = F1OfBatches()
+
+    def call(self, x):
+        return self.dense(x)
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        def update():
+            self.seen.update_state(y, y_pred)
+            return True
+
+        tf.cond(tf.reduce_sum(x) > 0, update, lambda: False)
+        if sample_weight is None:
+            self.weighted.update_state(y, y_pred)
+        else:
+            self.weighted.update_state(y, y_pred, sample_weight)
+        return super().compute_metrics(x, y, y_pred, sample_weight)
+
+
+@pytest.mark.ranks(2, 3)
+def test_metrics_with_other_arguments_in_validation_and_in_branches(rng):
+    x, y = line(rng, 22)
+
+    def build():
+        model = OwnUpdates()
+        model.build((None, x.shape[1]))
+        model.compile("sgd", "mse")
+        return model
+
+    x[:11] = abs(x[:11])
+    x[11:] = -abs(x[11:])
+    weights = rng.uniform(1, 2, len(x)).astype("float32")
+    options = {"sample_weight": weights, "epochs": 3, "shuffle": False, "verbose": 0, "validation_data": (x[:9], y[:9])}
+    expected = build().fit(x, y, batch_size=8, **options).history
+    got = hk.fit(build(), x, y, batch_size=8, **options).history
+    for name in ("f1_of_batches", "val_f1_of_batches", "loss", "val_loss"):
+        np.testing.assert_allclose(got[name], expected[name], rtol=1e-5)
+
+
 def test_on_one_rank_nothing_is_refused(rng):
     x, y = line(rng, 12)
     if hk.size() > 1:
