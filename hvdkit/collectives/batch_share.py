@@ -38,6 +38,7 @@ class _Current(threading.local):
     sums: tf.Variable | None = None  # whether the gradients of the step are those of a sum
     graph: tf.Graph | None = None  # of the function, or of eager mode, that entered the context
     active = False
+    gathered_rows: tuple[int, ...] = ()  # of the tensors that the step, run eagerly, has gathered
 
 
 _current = _Current()
@@ -54,16 +55,18 @@ def share_of_batch(factor: tf.Tensor | None, sums: tf.Variable | None = None) ->
             is read in each graph that needs it, as functions that the step calls have their own.
     """
     outer = current_factor()
-    previous = _current.factor, _current.sums, _current.graph, _current.active
+    previous = vars(_current).copy()
     _assign(factor)
     _current.factor = factor
     _current.sums = sums
     _current.graph = function_graph()
     _current.active = True
+    _current.gathered_rows = ()
     try:
         yield
     finally:
-        _current.factor, _current.sums, _current.graph, _current.active = previous
+        vars(_current).clear()
+        vars(_current).update(previous)
         _assign(outer)
 
 
@@ -113,6 +116,17 @@ def _factor_of_step() -> tf.Variable:
 def within_share() -> bool:
     """Return True inside :func:`share_of_batch`: the step's rows are a share of a global batch."""
     return _current.active
+
+
+def record_gathered_rows(rows: tf.Tensor) -> None:
+    """Record the number of rows that the current step has gathered from all ranks, if it runs eagerly."""
+    if tf.executing_eagerly():
+        _current.gathered_rows += (int(rows),)
+
+
+def gathered_rows() -> tuple[int, ...]:
+    """Return the numbers of rows that the current step has gathered, if it runs eagerly."""
+    return _current.gathered_rows
 
 
 def row_ratio() -> tf.Tensor:

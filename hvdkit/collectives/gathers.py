@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.collectives import dtypes, numpy_collectives, tensors
-from hvdkit.collectives.batch_share import current_factor, row_ratio, within_share
+from hvdkit.collectives.batch_share import current_factor, record_gathered_rows, row_ratio, within_share
 from hvdkit.collectives.calls import Collective, Tensors, run
 from hvdkit.collectives.conversion import TensorLike, as_tensor, graph_safe, result_converter
 from hvdkit.collectives.process_sets import RankGroup, describe_group, resolve
@@ -187,6 +187,7 @@ def gather_all_rows(
     *gathered, counts = grouped_allgather(inputs, process_set=members, name=name)
     index = cluster.rank() if members is None else members.index
     starts = tf.reduce_sum(counts[:index], axis=0)
+    record_gathered_rows(tf.reduce_sum(counts[:, 0]))
     results = [
         _with_gradient_of(own, rows, starts[number]) if own.dtype.is_floating else rows
         for number, (own, rows) in enumerate(zip(present, gathered, strict=True))

@@ -23,7 +23,7 @@ import keras
 import tensorflow as tf
 from keras import tree
 
-from hvdkit.collectives.batch_share import row_ratio
+from hvdkit.collectives.batch_share import gathered_rows, row_ratio
 from hvdkit.collectives.gathers import gather_all_rows
 from hvdkit.collectives.ops import ReduceOp
 from hvdkit.collectives.tensors import grouped_allreduce
@@ -36,7 +36,7 @@ from hvdkit.internals import (
 )
 from hvdkit.keras.loss_scopes import LossScopes, Values, by_scope
 from hvdkit.keras.moved_weights import depends_on_rows
-from hvdkit.keras.shares import data_group
+from hvdkit.keras.shares import data_group, number_of_rows
 
 _MEANS = ("sum_over_batch_size", "mean")
 
@@ -93,7 +93,7 @@ class _RescaledLoss(keras.losses.Loss):
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         """Compute the loss as Keras does on this rank's rows, and multiply it; or on the rows of all ranks."""
         loss = self._loss
-        if tf.inside_function() and not depends_on_rows((y_true, y_pred), self._data):
+        if _is_of_all_rows((y_true, y_pred), self._data):
             return loss(y_true, y_pred, sample_weight)
         call = loss if self._has_own_call else loss.call
         in_mask = get_keras_mask(y_pred)
@@ -186,6 +186,36 @@ def rescaled_vector(loss: Any, value: Any, rows: Any) -> Any:
     if length is not None and isinstance(rows, int) and length != rows:
         return value
     return value * tf.cast(_multiplier(None), value.dtype)
+
+
+def divided_by_all_rows(regularizer: Any, data: Any) -> Any:
+    """Return an activity regularizer whose value, if it is of gathered rows, is n_r / b of the original.
+
+    Keras divides the value by the rows of the layer's outputs, which are this rank's.
+
+    Args:
+        regularizer: a function of a layer's outputs.
+        data: this rank's rows.
+    """
+
+    def regularize(outputs: Any) -> Any:
+        before = gathered_rows()
+        value = regularizer(outputs)
+        has_gathered = gathered_rows() != before if tf.executing_eagerly() else not depends_on_rows(value, data)
+        return value * tf.cast(tf.math.reciprocal_no_nan(row_ratio()), value.dtype) if has_gathered else value
+
+    return regularize
+
+
+def _is_of_all_rows(values: tuple[Any, ...], data: Any) -> bool:
+    """Return True if labels and predictions are of rows that the step has gathered from all ranks.
+
+    Tensors of eager mode don't tell from what they were computed, so their number of rows decides.
+    """
+    if tf.inside_function():
+        return not depends_on_rows(values, data)
+    rows = number_of_rows(values[-1])
+    return rows in gathered_rows() and rows != number_of_rows(data)
 
 
 def _divisor(values: tf.Tensor, sample_weight: Any, mask: Any, reduction: str) -> tf.Tensor | None:

@@ -9,8 +9,8 @@ step on rows S, and a batch of parts A and B with a and b rows,
 
 In the first step, before its update, each rank runs the step eagerly on parts of its rows. Optimizers and metrics only
 record what they get, layers with random numbers and BatchNormalization run as in inference, losses that are computed on
-gathered rows are replaced by a mean, and all variables and seeds are restored. The same test is done for the numbers
-that the step passes to metrics or returns.
+gathered rows are replaced by a mean, lookups read rows of this rank's part of a table, and all variables and seeds are
+restored. The same test is done for the numbers that the step passes to metrics or returns.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from hvdkit.cluster.logs import get_logger
 from hvdkit.collectives.batch_share import row_ratio
 from hvdkit.collectives.conversion import untracked_variable
 from hvdkit.collectives.ops import ReduceOp
-from hvdkit.collectives.refusal import refusing_collectives
 from hvdkit.collectives.tensors import grouped_allreduce
 from hvdkit.errors import HvdkitError, describe, see
 from hvdkit.keras.attribute_swap import swap_attributes
@@ -39,6 +38,7 @@ from hvdkit.keras.model_optimizers import optimizers_of
 from hvdkit.keras.rank_functions import projections_of, unchanged, values_of
 from hvdkit.keras.rank_state import recurrent_states, state_of
 from hvdkit.keras.shares import data_group
+from hvdkit.sharding.routing import reading_own_rows
 from hvdkit.sharding.shards import differs_by_rank, is_seed_state
 
 Step = Callable[[Any], Any]
@@ -103,7 +103,7 @@ class StepScope:
         name = type(self._model).__name__
         layers = self._model._flatten_layers(include_self=False)
         added = [layer.name for layer in layers if not is_of_library(type(layer)) and _calls_add_loss(layer)]
-        regularized = [layer.name for layer in layers if _has_own_activity_regularizer(layer)]
+        regularized = [layer.name for layer in layers if has_own_activity_regularizer(layer)]
         got = f"train_step of {name}" + (f", with add_loss of {', '.join(added)}" if added else "")
         got += f", with the activity regularizer of {', '.join(regularized)}" if regularized else ""
         message = describe(
@@ -236,7 +236,7 @@ class StepScope:
         factor = tf.constant((stop - start) * cluster.group(cluster.DATA).size / number, tf.float64)
         rows = tree.map_structure(lambda leaf: None if leaf is None else tf.constant(leaf[start:stop]), data)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(refusing_collectives())
+            stack.enter_context(reading_own_rows())
             stack.enter_context(self._rescaling(rows, factor))
             self._record(stack, run)
             try:
@@ -311,7 +311,7 @@ def has_own_step(model: Any, name: str) -> bool:
         return True
     layers = list(model._flatten_layers())
     own = [layer for layer in layers if not is_of_library(type(layer))]
-    return name == "train" and (any(map(_calls_add_loss, own)) or any(map(_has_own_activity_regularizer, layers)))
+    return name == "train" and (any(map(_calls_add_loss, own)) or any(map(has_own_activity_regularizer, layers)))
 
 
 def is_of_library(owner: type) -> bool:
@@ -324,7 +324,8 @@ def _calls_add_loss(layer: Any) -> bool:
     return code is not None and "add_loss" in code.co_names
 
 
-def _has_own_activity_regularizer(layer: Any) -> bool:
+def has_own_activity_regularizer(layer: Any) -> bool:
+    """Return True if a layer has an activity regularizer that is not Keras's."""
     regularizer = getattr(layer, "activity_regularizer", None)  # an object of a class, or a function
     return regularizer is not None and not str(regularizer.__module__).startswith(("keras.", "hvdkit."))
 

@@ -24,12 +24,12 @@ from hvdkit.internals import get_keras_mask
 from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.keras.data_end import require_batch_on_every_rank
 from hvdkit.keras.loss_scopes import LossScopes
-from hvdkit.keras.losses import on_gathered_rows, rescaled, rescaled_vector
+from hvdkit.keras.losses import divided_by_all_rows, on_gathered_rows, rescaled, rescaled_vector
 from hvdkit.keras.moved_weights import watching_assignments
 from hvdkit.keras.rank_state import StateCombiner, state_of
 from hvdkit.keras.shares import number_of_rows, slice_tensor
 from hvdkit.keras.source_checks import warn_of_sums
-from hvdkit.keras.step_scopes import StepScope, has_own_step
+from hvdkit.keras.step_scopes import StepScope, has_own_activity_regularizer, has_own_step
 from hvdkit.keras.updated_reads import warn_of_reads_after_update
 from hvdkit.layers.batch_norm import synchronized_statistics
 from hvdkit.sharding.shards import differs_by_rank
@@ -295,6 +295,9 @@ class ShareSteps:
             weigh(_mean_metrics(self._model))
             for layer in self._model._flatten_layers():
                 stack.enter_context(swap_attributes(layer, **self._rescaled_attributes(layer, data)))
+                if has_own_activity_regularizer(layer):
+                    regularizer = divided_by_all_rows(layer.activity_regularizer, data)
+                    stack.enter_context(swap_attributes(layer, activity_regularizer=regularizer))
             aggregate = getattr(self._model, "_aggregate_additional_loss", None)  # Keras 3.6 and later
             rows = number_of_rows(data)
             if aggregate is not None:

@@ -114,7 +114,7 @@ def _find_fault(store: TableStore, bags: Mapping[str, Bag]) -> Fault:
 def _after_check(store: TableStore, bags: dict[str, Bag], fault: Fault) -> dict[str, Bag]:
     """Return the bags after exchanging faults: with only replicated tables, this is the only communication."""
     codes = fault.code[None]
-    if store.layout.size > 1 and (fault.texts or tf.executing_eagerly()):
+    if store.layout.size > 1 and not routing.reads_own_rows() and (fault.texts or tf.executing_eagerly()):
         codes = tensors.allgather(codes, "hvdkit.lookup.faults")
     with tf.control_dependencies(raise_everywhere(codes, fault)):
         return {name: bag._replace(ids=tf.identity(bag.ids)) for name, bag in bags.items()}

@@ -20,7 +20,7 @@ from hvdkit.layers.vocabulary_variables import VocabularyVariables
 from hvdkit.sharding.initial import common_seed, draws_numbers, initial_blocks
 from hvdkit.sharding.layout import TableGroup, lay_out
 from hvdkit.sharding.partitioned_variable import gather_parts
-from hvdkit.sharding.routing import KeptLookup, KeyedVariable, RowSource, rows_of_last_lookup
+from hvdkit.sharding.routing import KeptLookup, KeyedVariable, RowSource, reads_own_rows, rows_of_last_lookup
 from hvdkit.sharding.shards import Piece, PieceState, Shard, piece_states, set_holding, shard_of, write_box
 from hvdkit.sharding.table import Table
 from hvdkit.sharding.variable_optimizer import VariableOptimizer, set_variable_optimizer, variable_optimizer
@@ -248,7 +248,8 @@ class TableStore:
                 if (regularizer := self.tables[piece.table].regularizer) is not None:
                     rows = tf.convert_to_tensor(variable._value)[piece.box]
                     penalties.append(tf.cast(regularizer(tf.cast(rows, dtype)), dtype))
-        return sum_parts(tf.add_n(penalties))
+        total = tf.add_n(penalties)
+        return total if reads_own_rows() else sum_parts(total)
 
     def _table(self, name: str) -> Table:
         if name not in self.tables:

@@ -18,8 +18,10 @@ ids, see ``hvdkit.sharding.vocabulary``.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -29,7 +31,36 @@ from hvdkit import cluster
 from hvdkit.collectives import tensors
 from hvdkit.collectives.batch_share import with_scaled_gradient
 from hvdkit.collectives.conversion import is_symbolic
+from hvdkit.collectives.refusal import refusing_collectives
+from hvdkit.errors import HvdkitError, describe
 from hvdkit.sharding.id_checks import FAULT_CODE_LENGTH, Fault, raise_everywhere
+
+
+class _Reading(threading.local):
+    own_rows = False
+
+
+_reading = _Reading()
+
+
+@contextlib.contextmanager
+def reading_own_rows() -> Iterator[None]:
+    """Refuse collectives on this thread, and look up ids in this rank's part of a table, as if it were all of it.
+
+    For tests of a step on one rank. Gradients are not scaled.
+    """
+    before = _reading.own_rows
+    _reading.own_rows = True
+    try:
+        with refusing_collectives():
+            yield
+    finally:
+        _reading.own_rows = before
+
+
+def reads_own_rows() -> bool:
+    """Return True inside :func:`reading_own_rows`."""
+    return _reading.own_rows
 
 
 @dataclass(frozen=True)
@@ -186,9 +217,10 @@ def request_rows(sources: Sequence[RowSource], keys: Sequence[Sequence[tf.Tensor
             ``tf.errors.InvalidArgumentError``.
     """
     size = cluster.size()
-    if size == 1:
+    if size == 1 or reads_own_rows():
         with tf.control_dependencies(raise_everywhere(fault.code[None], fault)):
-            uniques = [[tf.unique(tf.identity(k)) for k in parts] for parts in keys]
+            local = [[_local_rows(source, k, size) for k in parts] for source, parts in zip(sources, keys, strict=True)]
+            uniques = [[tf.unique(rows) for rows in parts] for parts in local]
         ids = tuple(concat([unique_ids for unique_ids, _ in parts]) for parts in uniques)
         counts = tf.stack([tf.size(unique_ids) for parts in uniques for unique_ids, _ in parts])[None]
         return RoutedLookup(ids, tuple(positions for parts in uniques for _, positions in parts), counts, counts)
@@ -209,13 +241,26 @@ def fetch_rows(
         wire: dtype in which rows are sent; None for their dtype.
     """
     rows = [s.read(i) for s, i in zip(sources, lookup.ids, strict=True)]
-    if cluster.size() > 1:
+    if cluster.size() > 1 and not reads_own_rows():
         received = iter(_exchange_rows(rows, parts, lookup, wire))
     else:
         counts = tf.split(lookup.requested[0], list(parts))
         received = iter([part for r, c, n in zip(rows, counts, parts, strict=True) for part in split(r, c, n)])
+    if not reads_own_rows():
+        received = map(with_scaled_gradient, received)
     positions = iter(lookup.positions)
-    return [[LookupRows(with_scaled_gradient(next(received)), next(positions)) for _ in range(n)] for n in parts]
+    return [[LookupRows(next(received), next(positions)) for _ in range(n)] for n in parts]
+
+
+def _local_rows(source: RowSource, keys: tf.Tensor, size: int) -> tf.Tensor:
+    """Return the rows that are read on this rank for keys: on one rank the keys themselves."""
+    if size == 1:
+        return tf.identity(keys)
+    if not isinstance(source, KeyedVariable):
+        remedy = "leave the step untested"
+        raise HvdkitError(describe("table", "a table with eviction", "rows found by their ids", remedy))
+    _, rows = source.route(keys, size)
+    return tf.minimum(rows, tf.cast(tf.shape(source.variable)[0] - 1, rows.dtype))
 
 
 def concat(parts: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -555,3 +555,68 @@ def test_a_model_is_freed_after_its_tests(rng):
         model = train(call)
         gc.collect()
         assert model() is None
+
+
+class Factors(keras.Model):
+    """Matrix factorization with a step of its own."""
+
+    def __init__(self, make_embedding, reduce, *, has_bias):
+        super().__init__()
+        self.users, self.items = make_embedding(9), make_embedding(7)
+        self.bias = layers.Dense(1) if has_bias else None
+        self.reduce = reduce
+
+    def call(self, pairs):
+        product = self.users(pairs[:, 0]) * self.items(pairs[:, 1])
+        return tf.reduce_sum(product, axis=1, keepdims=True) if self.bias is None else self.bias(product)
+
+    def train_step(self, data):
+        pairs, y = data
+        with tf.GradientTape() as tape:
+            loss = self.reduce(tf.square(y - self(pairs, training=True))[:, 0])
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+def values_at(ids, width):
+    """Return initial rows that are no small random numbers, so that products of them are not."""
+    return np.cos(np.arange(ids * width, dtype="float32")).reshape(ids, width)
+
+
+@pytest.mark.core(2)
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("reduce", [tf.reduce_sum, tf.reduce_mean])
+@pytest.mark.parametrize("options", [{"partition": "mod"}, {"partition": "column"}, {"has_bias": True}])
+def test_steps_that_sum_over_rows_of_sharded_tables(rng, capfd, reduce, options):
+    pairs = np.stack([rng.integers(0, 9, 22), rng.integers(0, 7, 22)], axis=1)
+    y = rng.normal(size=(22, 1)).astype("float32")
+    has_bias = options.get("has_bias", False)
+
+    def build(embedding, **arguments):
+        def make_embedding(ids):
+            initializer = keras.initializers.Constant(values_at(ids, 4))
+            return embedding(ids, 4, embeddings_initializer=initializer, **arguments)
+
+        keras.utils.set_random_seed(3)
+        model = Factors(make_embedding, reduce, has_bias=has_bias)
+        model.compile(keras.optimizers.SGD(0.05), jit_compile=False)
+        return model
+
+    fit_options = {"batch_size": 7, "epochs": 2, "shuffle": False, "verbose": 0}
+    one = build(layers.Embedding)
+    expected = one.fit(pairs, y, **fit_options).history
+    many = build(hk.layers.ShardedEmbedding, **{k: v for k, v in options.items() if k == "partition"})
+    found = hk.fit(many, pairs, y, **fit_options).history
+    same_logs(found, expected)
+    for ours, theirs in ((many.users, one.users), (many.items, one.items)):
+        np.testing.assert_allclose(ours.gather(), theirs.get_weights()[0], rtol=2e-4, atol=2e-5)
+    assert "1/N of the gradient" not in capfd.readouterr().err
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_step_that_compares_rows_of_a_sharded_table_is_an_error(rng):
+    pairs = np.stack([rng.integers(0, 9, 22), rng.integers(0, 7, 22)], axis=1)
+    model = Factors(lambda ids: hk.layers.ShardedEmbedding(ids, 4), tf.reduce_max, has_bias=True)
+    model.compile("sgd", jit_compile=False)
+    with raises_on_several(hk.HvdkitError, "neither the mean nor the sum"):
+        hk.fit(model, pairs, np.ones((22, 1), "float32"), batch_size=8, verbose=0)

@@ -403,20 +403,45 @@ class TwoTowers(keras.Model):
         return {"loss": self.loss_of(data)}
 
 
-def test_a_loss_that_sums_over_gathered_rows(rng):
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_a_loss_that_sums_over_gathered_rows(rng, run_eagerly):
     x, _ = line(rng, 21)
     data = x, x[::-1].copy()
 
     def build(gather):
         keras.utils.set_random_seed(3)
         model = TwoTowers(gather)
-        model.compile(keras.optimizers.SGD(0.01))
+        model.compile(keras.optimizers.SGD(0.01), run_eagerly=run_eagerly)
         return model
 
     one, many = build(lambda rows: rows), build(hk.gather_rows)
     options = {"batch_size": 7, "epochs": 2, "shuffle": False, "verbose": 0, "validation_data": data}
     expected = one.fit(*data, **options).history
     same_logs(hk.fit(many, *data, **options).history, expected)
+    same_weights(many, one)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_an_activity_regularizer_that_gathers_rows(rng, run_eagerly):
+    x, y = line(rng, 22)
+
+    def build(gather):
+        def spread(rows):
+            rows = gather(rows)
+            return 0.5 * tf.reduce_sum(tf.square(rows[:, None] - rows[None]))
+
+        keras.utils.set_random_seed(3)
+        hidden = keras.layers.Dense(4, activation="tanh", activity_regularizer=spread)
+        model = keras.Sequential([keras.Input((3,)), hidden, keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.05), "mse", run_eagerly=run_eagerly)
+        return model
+
+    one, many = build(lambda rows: rows), build(hk.gather_rows)
+    options = {"batch_size": 7, "epochs": 2, "shuffle": False, "verbose": 0, "validation_data": (x, y)}
+    expected = one.fit(x, y, **options).history
+    same_logs(hk.fit(many, x, y, **options).history, expected)
     same_weights(many, one)
 
 
