@@ -27,6 +27,7 @@ from hvdkit.keras.loss_scopes import LossScopes
 from hvdkit.keras.losses import divided_by_all_rows, on_gathered_rows, rescaled, rescaled_vector
 from hvdkit.keras.moved_weights import watching_assignments
 from hvdkit.keras.rank_state import StateCombiner, state_of
+from hvdkit.keras.row_numbers import refusing_rows_by_number
 from hvdkit.keras.shares import number_of_rows, slice_tensor
 from hvdkit.keras.source_checks import warn_of_sums
 from hvdkit.keras.step_scopes import StepScope, has_own_activity_regularizer, has_own_step
@@ -110,7 +111,7 @@ class ShareSteps:
         scope = self._scope_of(name)
         state = StateCombiner(self._model, cluster.group(cluster.DATA)) if name == "train" else None
         with self._restored_if_empty(factor), self._share(factor, scope), self._global_losses(data, scope):
-            with self._watching(name, data):
+            with self._watching(name, data), self._refusing_rows_by_number(name, data):
                 logs = step(data)
             if scope is not None:
                 logs = scope.scaled_logs(logs)
@@ -129,10 +130,19 @@ class ShareSteps:
         refuses = self.loss_scopes.loss_scope != "rows"
         return watching_assignments(self._model, data, self._independent, refuses=refuses)
 
+    def _has_checked_steps(self) -> bool:
+        """Return True if ranks have different rows, and each rank's are all that a step may use of the batch."""
+        scopes = self.loss_scopes
+        return cluster.group(cluster.DATA).size > 1 and scopes.loss_scope != "rows" and scopes.may_gather
+
+    def _refusing_rows_by_number(self, name: str, data: Any) -> contextlib.AbstractContextManager[None]:
+        if not self._has_checked_steps():
+            return contextlib.nullcontext()
+        return refusing_rows_by_number(f"{name}_step of {type(self._model).__name__}", data)
+
     def _scope_of(self, name: str) -> StepScope | None:
         """Return how the gradients and numbers of the model's own step combine; None without one, or on one rank."""
-        scopes = self.loss_scopes
-        if cluster.group(cluster.DATA).size == 1 or scopes.loss_scope == "rows" or not scopes.may_gather:
+        if not self._has_checked_steps():
             return None
         if name not in self._step_scopes and has_own_step(self._model, name):
             self._step_scopes[name] = StepScope(self._model, self._rescaled)

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.as_one import compare, line, plain, ported, raises_on_several, same_logs, same_weights
+from helpers.as_one import compare, line, plain, ported, raises_on_several, same_logs, same_values, same_weights
 
 import hvdkit as hk
 
@@ -560,3 +560,32 @@ def test_float8_is_close_to_one_process_and_says_so(rng, size, capfd):
     assert len(warnings) == (hk.is_chief() and size > 1)
     np.testing.assert_allclose(found["loss"], expected["loss"], rtol=0.02)
     hk.compare_variables(many.variables)
+
+
+class PairsOnFirstAxis(keras.Model):
+    """keras.io's metric learning: a batch is the anchors and the positives."""
+
+    def train_step(self, data):
+        anchors, positives = data[0], data[1]
+        with tf.GradientTape() as tape:
+            scores = tf.matmul(self(anchors, training=True), self(positives, training=True), transpose_b=True)
+            loss = self.compute_loss(y=tf.range(tf.shape(scores)[0]), y_pred=scores)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss}
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("views", [3, 6])
+def test_a_step_that_takes_rows_by_their_number_names_the_remedy(rng, views):
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((3,))
+    model = PairsOnFirstAxis(inputs, keras.layers.Dense(4)(inputs))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    pairs = tf.data.Dataset.from_tensor_slices(rng.normal(size=(3, views, 10, 3)).astype("float32"))
+    match = r"train_step of PairsOnFirstAxis.* takes row 1 by its number.*on another axis.*hk\.data\.divide"
+    before = model.get_weights()
+    with raises_on_several(hk.HvdkitError, match):
+        hk.fit(model, pairs, verbose=0)
+    if hk.size() > 1:
+        same_values(model.get_weights(), before)
