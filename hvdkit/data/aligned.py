@@ -49,3 +49,10 @@ def tensor_of(rows: Rows) -> Rows | tf.Tensor:
 
 def _address(array: np.ndarray) -> int:
     return int(array.__array_interface__["data"][0])
+
+
+def taken_of(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return ``values[rows]``; numbers in memory that TensorFlow can use."""
+    if values.dtype.hasobject:
+        return values[rows]
+    return np.take(values, rows, out=aligned_empty(rows.shape, values.dtype))

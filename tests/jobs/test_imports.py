@@ -42,6 +42,31 @@ def test_one_process_needs_no_mpi():
     assert job.code == 0 and "1 ['x'] 2.0\nTrue True\n" in job.output, job.output
 
 
+FILES = ("array_record", "fsspec", "google_crc32c", "pyarrow", "tenacity")  # of `pip install 'hvdkit[files]'`
+TOOLS = ("pandas", "pytest", "scipy", "sklearn")  # of tests and users
+
+
+@pytest.mark.core
+def test_training_needs_no_package_for_files():
+    """The programs of the quickstart, and every module that they may use."""
+    program = """
+import numpy as np, keras, hvdkit as hk
+hk.init()
+x, y = np.ones((8, 3), "float32"), np.ones((8, 1), "float32")
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+hk.fit(model, x, y, batch_size=4, verbose=0)
+hk.fit(model, hk.data.GlobalBatches((x, y), 4, epochs=1), verbose=0)
+print(len(hk.predict(model, x, verbose=0)), [name for name in hk.__all__ if getattr(hk, name) is None])
+try:
+    hk.data.parquet("/nowhere/*.parquet", columns=["a"])
+except ImportError as error:
+    print(error)
+"""
+    job = run(without(*FILES, *TOOLS) + program)
+    assert job.code == 0 and "8 []\n" in job.output and "pip install 'hvdkit[files]'" in job.output, job.output
+
+
 def test_a_launcher_started_by_a_process_that_was_alone():
     """Horovod's settings in a world of one rank must not reach the ranks of another world."""
     child = "import hvdkit as hk; c = hk.init(); print(f'rank {c.rank} of {c.size}')"

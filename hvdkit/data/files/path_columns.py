@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from hvdkit.data.aligned import aligned_empty
 from hvdkit.data.files.columns import to_numpy
 from hvdkit.errors import describe
 
@@ -100,13 +99,6 @@ class PathColumns:
                 remedy = "pass one such table, or leave the columns out with columns="
                 raise ValueError(describe("columns in folders", got, expected, remedy))
         return {name: [columns[name] for columns in found] for name in self.names}
-
-
-def taken_of(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return ``values[rows]``; numbers in memory that TensorFlow can use."""
-    if values.dtype.hasobject:
-        return values[rows]
-    return np.take(values, rows, out=aligned_empty(rows.shape, values.dtype))
 
 
 def _are_int32(texts: Sequence[str | None]) -> bool:

@@ -5,22 +5,25 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import numpy as np
 import optree
 import xxhash
 
+from hvdkit.data.aligned import taken_of
 from hvdkit.data.block_order import BlockOrder, Lanes
 from hvdkit.data.files.formats import BlockRows, Format, OnError
 from hvdkit.data.files.listing import File, Paths
-from hvdkit.data.files.path_columns import PathColumns, taken_of
 from hvdkit.data.files.reading_ahead import BlockCache
 from hvdkit.data.files.records import RecordFormat
 from hvdkit.data.files.scanning import Scan, ScannedFile, agree_on_columns, columns_of
 from hvdkit.data.order import Order, Shuffle, shuffled_indices
 from hvdkit.data.permutation import Permutation
 from hvdkit.errors import DataError, describe
+
+if TYPE_CHECKING:  # needs pyarrow, which arrays do not
+    from hvdkit.data.files.path_columns import PathColumns
 
 _Rows = np.ndarray | slice  # a slice has a start and an end
 # Up to this many examples (4 MB), the full shuffle of files is that of arrays: uniform over all permutations.
