@@ -16,7 +16,7 @@ from hvdkit.cluster import devices, engine, logs, settings
 from hvdkit.cluster.call_order import CallOrder
 from hvdkit.cluster.exchange import ObjectExchange
 from hvdkit.cluster.lone_training import lone_training
-from hvdkit.cluster.mesh import Group, HorovodProcessSet, checked_mesh, group_of, process_sets_of
+from hvdkit.cluster.mesh import DATA, Group, HorovodProcessSet, checked_mesh, group_of, process_sets_of
 from hvdkit.cluster.progress import progress
 from hvdkit.cluster.rank_facts import gather_rank_facts
 from hvdkit.errors import ClusterError, describe
@@ -241,6 +241,12 @@ def group(axis: str) -> Group:
     """
     world = _current()
     return group_of(world.cluster.rank, axis, world.cluster.mesh, world.process_sets)
+
+
+def data_group() -> Group | None:
+    """Return the ranks with different rows of a batch, as a process set; None if these are all ranks."""
+    ranks = group(DATA)
+    return None if ranks.size == size() else ranks
 
 
 def make_groups(sets: Sequence[tuple[int, ...]]) -> list[Group | None]:

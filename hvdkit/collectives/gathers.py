@@ -153,7 +153,7 @@ def gather_rows(
         >>> tape.gradient(loss, own)[0].numpy().tolist()  # of this rank's rows
         [2.0, 2.0, 2.0]
     """
-    members = resolve(process_set, group) or _ranks_with_different_rows()
+    members = resolve(process_set, group) or cluster.data_group()
     if not isinstance(x, tf.Tensor | tf.Variable) and not hasattr(x, "value"):
         return allgather(x, process_set=members, name=name)
     own = as_tensor(x)
@@ -173,7 +173,7 @@ def gather_all_rows(
     Returns:
         The rows of all ranks; and for each tensor the number of rows before this rank's, int32 ``[len(xs)]``.
     """
-    members = members or _ranks_with_different_rows()
+    members = members or cluster.data_group()
     number = cluster.size() if members is None else members.size
     if within_share() and number != cluster.group(cluster.DATA).size:
         expected = "all ranks that have different rows, whose gradients hk.fit averages"
@@ -193,11 +193,6 @@ def gather_all_rows(
         for number, (own, rows) in enumerate(zip(present, gathered, strict=True))
     ]
     return results, starts
-
-
-def _ranks_with_different_rows() -> cluster.Group | None:
-    group = cluster.group(cluster.DATA)
-    return group if group.size < cluster.size() else None
 
 
 def _with_gradient_of(own: tf.Tensor, gathered: tf.Tensor, start: tf.Tensor) -> tf.Tensor:

@@ -23,6 +23,7 @@ import keras
 import tensorflow as tf
 from keras import tree
 
+from hvdkit import cluster
 from hvdkit.collectives.batch_share import gathered_rows, row_ratio
 from hvdkit.collectives.gathers import gather_all_rows
 from hvdkit.collectives.ops import ReduceOp
@@ -36,7 +37,7 @@ from hvdkit.internals import (
 )
 from hvdkit.keras.loss_scopes import LossScopes, Values, by_scope
 from hvdkit.keras.moved_weights import depends_on_rows
-from hvdkit.keras.shares import data_group, number_of_rows
+from hvdkit.keras.shares import number_of_rows
 
 _MEANS = ("sum_over_batch_size", "mean")
 
@@ -239,5 +240,5 @@ def _multiplier(divisor: tf.Tensor | None) -> tf.Tensor:
     if divisor is None:
         return ratio
     divisor = tf.stop_gradient(tf.math.multiply_no_nan(divisor, tf.sign(ratio)))
-    total = grouped_allreduce([divisor], ReduceOp.Sum, "hvdkit.loss", data_group())[0]
+    total = grouped_allreduce([divisor], ReduceOp.Sum, "hvdkit.loss", cluster.data_group())[0]
     return tf.stop_gradient(tf.math.divide_no_nan(divisor, total) * ratio)

@@ -14,7 +14,6 @@ from hvdkit.cluster.agreement import gather
 from hvdkit.collectives import Sum, grouped_allreduce
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.keras.metric_checks import metric_states
-from hvdkit.keras.shares import data_group
 
 Logs = Mapping[str, Any]
 
@@ -43,7 +42,7 @@ class MetricCombiner:
                 has them reset, before the next step.
         """
         size = cluster.group(cluster.DATA).size
-        group = data_group()
+        group = cluster.data_group()
         if size == 1 or not isinstance(logs, Mapping):
             return tree.map_structure(np.asarray, logs if of_batch else self._original(logs))
         variables = metric_states(self._model)

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.cluster.agreement import gather
-from hvdkit.keras.shares import DataRank, data_group
+from hvdkit.keras.shares import DataRank
 
 _CHUNK_BYTES = 64 * 2**20
 """Bytes of each rank's predictions per exchange."""
@@ -58,7 +58,7 @@ def kind_of(output: Any) -> tuple[str, tuple[int, ...]] | None:
 
 def _gather_bytes(data: np.ndarray, *, keep: bool) -> list[np.ndarray]:
     """Return the bytes of all ranks; empty arrays unless ``keep``."""
-    exchange = cluster.exchange(data_group())
+    exchange = cluster.exchange(cluster.data_group())
     lengths = gather(exchange, "bytes of hk.predict's outputs", lambda: data.size)
     parts = [np.empty(length if keep else 0, np.uint8) for length in lengths]
     for start in range(0, max(lengths), _CHUNK_BYTES):

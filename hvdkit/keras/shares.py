@@ -24,7 +24,6 @@ import tensorflow as tf
 from keras import tree
 
 from hvdkit import cluster
-from hvdkit.cluster import Group
 from hvdkit.collectives.digests import digest_of_batch
 from hvdkit.data.division import ROWS, WHOLE, Parts
 from hvdkit.errors import describe, see
@@ -65,12 +64,6 @@ class DataRank:
             return start, end, info
         is_empty = tf.equal(start, end)
         return tf.where(is_empty, 0, start), tf.where(is_empty, 1, end), info
-
-
-def data_group() -> Group | None:
-    """Return the ranks with different rows of a batch, as a process set; None if these are all ranks."""
-    group = cluster.group(cluster.DATA)
-    return None if group.size == cluster.size() else group
 
 
 def slice_tensor(x: Any, start: Any, end: Any) -> Any:

@@ -41,7 +41,7 @@ def sums_in(model_class: type) -> list[str]:
     """
     found: list[str] = []
     for owner in model_class.__mro__:
-        if _is_library(owner):
+        if is_of_library(owner):
             continue
         for function in vars(owner).values():
             if inspect.isfunction(function):
@@ -81,8 +81,9 @@ def _name(call: ast.Call) -> str:
 def _owner(model: Any, name: str) -> type | None:
     """Return the user's class that defines a method of ``model``."""
     owner = next(each for each in type(model).__mro__ if name in vars(each))
-    return None if _is_library(owner) else owner
+    return None if is_of_library(owner) else owner
 
 
-def _is_library(owner: type) -> bool:
+def is_of_library(owner: type) -> bool:
+    """Return True for a class of Keras, TensorFlow or hvdkit."""
     return owner.__module__.split(".")[0] in ("keras", "tensorflow", "hvdkit", "builtins")

@@ -37,7 +37,7 @@ from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.keras.model_optimizers import optimizers_of
 from hvdkit.keras.rank_functions import projections_of, unchanged, values_of
 from hvdkit.keras.rank_state import recurrent_states, state_of
-from hvdkit.keras.shares import data_group
+from hvdkit.keras.source_checks import is_of_library
 from hvdkit.sharding.routing import reading_own_rows
 from hvdkit.sharding.shards import differs_by_rank, is_seed_state
 
@@ -147,7 +147,7 @@ class StepScope:
                 found = tf.constant(test(*(value.numpy() for value in values)))
             else:
                 found = tf.ensure_shape(tf.numpy_function(test, values, tf.int32), self._scopes.shape)
-            scopes = grouped_allreduce([found], ReduceOp.Max, "hvdkit.step_scopes", data_group())[0]
+            scopes = grouped_allreduce([found], ReduceOp.Max, "hvdkit.step_scopes", cluster.data_group())[0]
             self._scopes.assign(scopes)
             self._is_tested.assign(True)
             is_sum = tf.equal(scopes[0], SUM)
@@ -312,11 +312,6 @@ def has_own_step(model: Any, name: str) -> bool:
     layers = list(model._flatten_layers())
     own = [layer for layer in layers if not is_of_library(type(layer))]
     return name == "train" and (any(map(_calls_add_loss, own)) or any(map(has_own_activity_regularizer, layers)))
-
-
-def is_of_library(owner: type) -> bool:
-    """Return True for a class of Keras, TensorFlow or hvdkit."""
-    return owner.__module__.split(".")[0] in ("keras", "tensorflow", "hvdkit", "builtins")
 
 
 def _calls_add_loss(layer: Any) -> bool:
