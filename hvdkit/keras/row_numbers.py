@@ -28,7 +28,7 @@ def refusing_rows_by_number(step: str, data: Any) -> Iterator[None]:
     Raises:
         HvdkitError: it does.
     """
-    tensors = [x for x in tf.nest.flatten(data) if tf.is_tensor(x) and tf.inside_function()]
+    tensors = [x for x in tf.nest.flatten(data) if tf.inside_function() and isinstance(x, tf.Tensor)]
     try:
         yield
     except ValueError as error:  # of a share whose number of rows is known
