@@ -211,11 +211,14 @@ def divided_by_all_rows(regularizer: Any, data: Any) -> Any:
 def _is_of_all_rows(values: tuple[Any, ...], data: Any) -> bool:
     """Return True if labels and predictions are of rows that the step has gathered from all ranks.
 
-    Tensors of eager mode don't tell from what they were computed, so their number of rows decides.
+    Tensors of eager mode don't tell from what they were computed, so the number of predictions decides.
     """
     if tf.inside_function():
         return not depends_on_rows(values, data)
-    rows = number_of_rows(values[-1])
+    if not gathered_rows():
+        return False
+    shape: Any = getattr(tree.flatten(values[-1])[0], "shape", ())
+    rows = int(shape[0]) if len(shape) else None
     return rows in gathered_rows() and rows != number_of_rows(data)
 
 
