@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import threading
 from typing import TypeVar
 
 T = TypeVar("T")
+
+_lock = threading.Lock()  # of the state of the garbage collector
 
 
 def live_instances(kind: type[T]) -> list[T]:
@@ -14,6 +17,10 @@ def live_instances(kind: type[T]) -> list[T]:
     An instance refers to its class. ``gc.get_objects`` would also return all tuples that other threads are building,
     and CPython cannot finish a tuple with other references: ``SystemError: bad argument to internal function``.
     Objects that ``gc.freeze()`` has set aside are not found.
+
+    ``gc.get_referrers`` asks each object for what it refers to. TensorFlow's eager tensors allocate objects to answer,
+    and in Python before 3.12 an allocation may start a collection, which moves the objects that are being looked at:
+    a segmentation fault. Hence no collection meanwhile.
 
     Example:
         >>> class Shard:
@@ -25,4 +32,12 @@ def live_instances(kind: type[T]) -> list[T]:
     kinds: list[type] = [kind]
     for each in kinds:
         kinds.extend(type.__subclasses__(each))
-    return [each for each in gc.get_referrers(*kinds) if issubclass(type(each), kind)]
+    with _lock:
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            found = gc.get_referrers(*kinds)
+        finally:
+            if enabled:
+                gc.enable()
+    return [each for each in found if issubclass(type(each), kind)]

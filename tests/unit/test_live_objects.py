@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 
@@ -42,3 +43,21 @@ def test_another_thread_may_build_tuples_meanwhile():
         sys.setswitchinterval(interval)
         ended.set()
         thread.join()
+
+
+def test_eager_tensors_may_allocate_memory_meanwhile():
+    """They create their dictionary when they are looked at; a collection at that moment was a segmentation fault."""
+    program = """
+import gc
+import tensorflow as tf
+from hvdkit.cluster.live_objects import live_instances
+for _ in range(20):
+    gc.disable()  # a collection would look at the tensors, too
+    tensors = [tf.ones([2]) for _ in range(500)]
+    gc.set_threshold(gc.get_count()[0] + 50, 1, 1)  # reached while they are looked at
+    gc.enable()
+    live_instances(tf.Graph)
+print(gc.isenabled())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr[-2000:]
