@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from helpers.speed import WAIT
 from helpers.tiers import EXAMPLES_VARIABLE, MARKS, NIGHTLY_EXAMPLES, TIERS, needs_more_ranks, selects
+from helpers.time_limit import IS_OVER, is_over
 
 from hvdkit.machine.launcher import launched_rank
 
@@ -111,6 +112,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = [item for item in items if selects(tier, size, item)]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
     items[:] = kept
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.config.stash.get(IS_OVER, is_over)():
+        pytest.skip("no time was left: see --limit of tests/run.py")
 
 
 def pytest_runtest_logfinish() -> None:

@@ -25,6 +25,7 @@ import pytest
 from helpers.outcomes import VERDICT
 from helpers.pairwise import each, pairs
 from helpers.speed import STALL, slowdown
+from helpers.time_limit import IS_OVER, is_over
 
 import hvdkit as hk
 from hvdkit.cluster.progress import progress
@@ -60,8 +61,11 @@ if RECORDS:
 CLUSTER = hk.init()
 
 
+OVER = b"!"
+
+
 class Steps:
-    """One file per rank; its length is the number of tests that the rank has finished."""
+    """One file per rank with a byte for each test that the rank has finished; rank 0 decides when time is over."""
 
     def __init__(self) -> None:
         folder = RECORDS or hk.broadcast_object(tempfile.mkdtemp(prefix="hvdkit-tests-"))
@@ -73,17 +77,22 @@ class Steps:
 
     def end_test(self) -> None:
         """Report that this rank has finished its test, and wait until every rank has."""
-        self._mine.write(b".")
+        self._mine.write(OVER if is_over() else b".")
         self._ended += 1
         nap = 0.0005
         while any(not f.exists() or f.stat().st_size < self._ended for f in self._files):
             time.sleep(nap)
             nap = min(2 * nap, 0.01)
 
+    def is_over(self) -> bool:
+        """Return True if rank 0 said with its last test that the time is over."""
+        return self._ended > 0 and self._files[0].read_bytes()[self._ended - 1 : self._ended] == OVER
+
 
 def pytest_configure(config: pytest.Config) -> None:
     steps = Steps()
     config.stash[STEPS] = steps
+    config.stash[IS_OVER] = steps.is_over
     config.option.basetemp = str(steps.folder / f"tmp-{CLUSTER.rank}")
     faulthandler.register(signal.SIGTERM, steps.stacks, all_threads=True, chain=True)
 

@@ -11,6 +11,7 @@ import run as runner
 from helpers.jobs import words
 from helpers.outcomes import VERDICT, Launch, reason, report
 from helpers.speed import WAIT, slowdown, wait_until
+from helpers.time_limit import UNTIL
 
 # Like a rank's recorder: a test starts and ends every ``each`` seconds; the last one takes ``last`` seconds more.
 TESTS = """
@@ -60,6 +61,15 @@ def test_every_rank_has_to_pass_and_a_test_counts_once(tmp_path):
     assert launch.passed == ["a"] and list(launch.failures) == ["b", ended, "the watchdog"]
     assert launch.failures["b"] == {1: "E no"} and "in: c" in launch.failures[ended][1]
     assert reason(launch.failures["the watchdog"]) == "rank 0: rank 1 is late"
+
+
+def test_no_test_begins_after_the_limit(tmp_path, monkeypatch):
+    monkeypatch.setenv(UNTIL, "0")
+    command = [sys.executable, "-m", "pytest", "--tier", "core", "tests/unit/test_layers.py"]
+    launch = Launch("unit", 1, command, tmp_path / "records")
+    runner.run(launch, WAIT)
+    assert set(launch.skipped.values()) == {"Skipped: no time was left: see --limit of tests/run.py"}
+    assert not launch.passed and not launch.failures
 
 
 def launches(pid):
