@@ -1,7 +1,7 @@
 """Shares of global batches of arrays: each rank reads only its own rows, in Keras's shuffled order.
 
-Keras shuffles arrays through a dataset of index batches seeded by TensorFlow's global seed, so applying Keras's adapter
-to the indices gives the same order. If ranks don't share a global seed, the chief draws a seed for the order.
+Keras shuffles arrays through a dataset of index batches, by TensorFlow's global seed; the same operation in a dataset
+of row numbers gives the same order. If ranks don't share a global seed, the chief draws a seed for the order.
 """
 
 from __future__ import annotations
@@ -86,22 +86,26 @@ class ArrayShares(Shares):
     def _indices(self) -> tf.data.Dataset:
         """Return the row numbers of the global batches, int64 ``[b]``; each pass reshuffles if Keras's does."""
         examples = self.inner._num_samples
-        batch_size = self.inner.batch_size
         shuffle = self.inner._shuffle
         if not shuffle:
             return self._batches(tf.range(examples, dtype=tf.int64))
-        if self.seed is None:
-            return ArrayDataAdapter(np.arange(examples), batch_size=batch_size, shuffle=shuffle).get_tf_dataset()
-        rng = np.random.default_rng(self.seed)
+        # Keras shuffles in a function of the dataset, where TensorFlow's operation seed is 0.
+        permute = tf.random.shuffle
+        seed = self.seed
+        if seed is not None:
+            rng = np.random.default_rng(seed)
+
+            def permute(rows: tf.Tensor) -> tf.Tensor:
+                return tf.ensure_shape(tf.numpy_function(rng.permutation, [rows], tf.int64), rows.shape)
+
         if shuffle == "batch":
-            batches = self._batches(tf.range(examples, dtype=tf.int64))
-            return batches.map(lambda batch: tf.reshape(tf.numpy_function(rng.permutation, [batch], tf.int64), [-1]))
+            return self._batches(tf.range(examples, dtype=tf.int64)).map(permute)
 
+        @tf.autograph.experimental.do_not_convert
         def epoch(_: Any) -> tf.data.Dataset:
-            order = tf.numpy_function(lambda: rng.permutation(examples), [], tf.int64)
-            return self._batches(tf.ensure_shape(order, [examples]))
+            return self._batches(permute(tf.range(examples, dtype=tf.int64)))
 
-        return tf.data.Dataset.range(1).flat_map(tf.autograph.experimental.do_not_convert(epoch))
+        return tf.data.Dataset.range(1).flat_map(epoch)
 
     def _batches(self, order: tf.Tensor) -> tf.data.Dataset:
         """Return the global batches of the row numbers ``order``, int64 ``[examples]``."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras import tree
 
@@ -42,7 +43,7 @@ from hvdkit.keras.train_steps import ShareSteps, Step, is_complete
 from hvdkit.layers import average_moving_statistics, synchronize_batch_normalization
 from hvdkit.optimizer.equal_ranks import checked
 from hvdkit.sharding.shards import holding_of, is_seed_state, shard_of
-from hvdkit.sharding.variables import broadcast_variables
+from hvdkit.sharding.variables import broadcast_and_gather
 from hvdkit.sharding.vocabulary import warn_of_full_buckets
 from hvdkit.watchdog.ending import ending
 from hvdkit.watchdog.reporter import reporter
@@ -395,12 +396,20 @@ class FitSession:
         ranks = gather(exchange, "the model's state at the end of an epoch", lambda: digests_of(state))
         compare_state(ranks, exchange.ranks)
 
-    def broadcast_again(self) -> None:
-        """Broadcast the chief's variables again, as a callback may have restored them."""
+    def broadcast_again(self, *, has_built_optimizer: bool) -> None:
+        """Broadcast the chief's variables again, as a callback may have restored them.
+
+        ``has_built_optimizer`` is that of the chief.
+        """
         optimizer = self.model.optimizer
-        if broadcast_object(optimizer is not None and optimizer.built) and not optimizer.built:
+        if has_built_optimizer and not optimizer.built:
             optimizer.build(self.model.trainable_variables)
         self._variables.broadcast_all()
+
+    def broadcast_built(self) -> None:
+        """Broadcast the variables that Keras has built on all ranks since the session runs."""
+        if self._variables.new():
+            self._variables.broadcast_new()
 
 
 class VariableBroadcaster:
@@ -417,12 +426,17 @@ class VariableBroadcaster:
 
     def broadcast_new(self) -> None:
         """Broadcast variables created since the last call."""
-        self._broadcast([v for v in self._all() if id(v) not in self._known])
+        self._broadcast(self.new())
+
+    def new(self) -> list[Any]:
+        """Return the variables created since the last broadcast."""
+        return [v for v in self._all() if id(v) not in self._known]
 
     def _broadcast(self, variables: list[Any], *replicated_states: Any) -> None:
         self._known |= {id(v): v for v in variables}
-        broadcast_variables(variables)
-        spread_seeds([v for v in variables if is_seed_state(v)], *replicated_states)
+        states = [v for v in variables if is_seed_state(v)]
+        ranks = broadcast_and_gather(variables, lambda: [np.asarray(v) for v in (*states, *replicated_states)])
+        spread_seeds(states, list(replicated_states), ranks[0])
 
     def _all(self) -> list[Any]:
         optimizer_variables = [v for each in optimizers_of(self._model) for v in each.variables]

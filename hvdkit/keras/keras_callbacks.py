@@ -14,7 +14,6 @@ from keras import tree
 
 from hvdkit import cluster
 from hvdkit.cluster.agreement import agree, compare, gather
-from hvdkit.collectives import broadcast_object
 from hvdkit.errors import CollectiveMismatchError, see
 from hvdkit.internals import is_default, pythonify_logs
 from hvdkit.keras.chief import is_on_chief
@@ -92,6 +91,7 @@ class _Needs:
     test_logs: bool  # those of test batches
     outputs: bool  # the outputs of batches, gathered from all ranks
     agreement: bool  # an exchange after each hook: they have code of the user, which may raise on one rank only
+    restoring: bool  # a broadcast when training begins: they may have restored the model
 
     @classmethod
     def of(cls, callbacks: list[Any]) -> _Needs:
@@ -100,6 +100,7 @@ class _Needs:
             any(map(_reads_test_logs, callbacks)),
             any(map(_reads_outputs, callbacks)),
             any(map(_may_raise, callbacks)),
+            any(not isinstance(each, _DISPLAYS) for each in callbacks),
         )
 
 
@@ -123,6 +124,7 @@ def _compare_callbacks(callbacks: list[Any], begin: Callable[[], None]) -> _Need
         any(each.test_logs for each in needs),
         any(each.outputs for each in needs),
         any(each.agreement for each in needs),
+        any(each.restoring for each in needs),
     )
 
 
@@ -179,6 +181,7 @@ class CallbackList(keras.callbacks.CallbackList):
         self._combines_test_logs = needs.test_logs
         self._reads_outputs = needs.outputs
         self._may_raise = needs.agreement
+        self._may_restore = needs.restoring
         if self._combines_batch_logs:
             self._async_train = False  # an exchange in a thread could interleave with another one
         if self._combines_test_logs:
@@ -217,10 +220,20 @@ class CallbackList(keras.callbacks.CallbackList):
     def on_train_begin(self, logs: Any = None) -> None:
         """Call the callbacks, then broadcast the chief's variables, as a callback may have restored them."""
         self._on_begin()
-        gather(cluster.exchange(), "callbacks' on_train_begin", lambda: self._call("on_train_begin", logs))
-        self.model._initial_epoch = broadcast_object(self.model._initial_epoch)
-        self._data.begin_training(self.model._initial_epoch)
-        self._session.broadcast_again()
+        model = self.model
+        if self._may_restore:
+
+            def begin() -> tuple[int | None, bool]:
+                self._call("on_train_begin", logs)
+                return model._initial_epoch, model.optimizer is not None and model.optimizer.built
+
+            ranks = gather(cluster.exchange(), "callbacks' on_train_begin", begin)
+            model._initial_epoch, has_built_optimizer = ranks[0]
+            self._session.broadcast_again(has_built_optimizer=has_built_optimizer)
+        else:
+            self._call("on_train_begin", logs)
+            self._session.broadcast_built()
+        self._data.begin_training(model._initial_epoch)
         self._session.compare_functions_before(self._data)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

@@ -15,21 +15,20 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import cluster
-from hvdkit.collectives import broadcast_object
 from hvdkit.internals import context, global_seed_generator, global_state
 
 _GENERATOR = "global_seed_generator"  # Keras 3.12 has no constant for it
 _GOLDEN = 0x9E3779B1  # odd, so its multiples differ for all ranks
 
 
-def spread_seeds(states: list[Any], *replicated: Any) -> None:
+def spread_seeds(states: list[Any], replicated: list[Any], values: list[np.ndarray]) -> None:
     """Set the states of random generators, derived from the chief's, to different values on each rank.
 
     Args:
         states: variables of generators.
         replicated: variables that get the chief's state unchanged.
+        values: the chief's states of both.
     """
-    values = broadcast_object([np.asarray(v) for v in [*states, *replicated]])
     offset = _seed_offset()
     for index, (variable, value) in enumerate(zip([*states, *replicated], values, strict=True)):
         value = value.copy()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypeAlias
+from collections.abc import Callable, Iterable
+from typing import TypeAlias, TypeVar
 
 import tensorflow as tf
 import xxhash
@@ -18,6 +18,7 @@ from hvdkit.sharding.shards import AnyVariable, differs_by_rank
 # Variables are sent in batches of about this many bytes, to avoid a second copy of the whole model.
 _BATCH_BYTES = 64 * 2**20
 _REMEDY = "build the same model on every rank"
+T = TypeVar("T")
 _Signature: TypeAlias = tuple[str, tuple[int, ...], str]
 
 
@@ -47,20 +48,26 @@ def broadcast_variables(variables: Iterable[AnyVariable], root: int = 0) -> None
         >>> hk.broadcast_variables(model.variables + optimizer.variables)
         >>> digest = hk.compare_variables(model.variables)  # raises an error if they differ
     """
+    broadcast_and_gather(variables, lambda: None, root)
+
+
+def broadcast_and_gather(variables: Iterable[AnyVariable], value: Callable[[], T], root: int = 0) -> list[T]:
+    """Do as :func:`broadcast_variables`, and return ``value()`` of every rank, from the same exchange."""
     replicated = [v for v in variables if not differs_by_rank(v)]
 
-    def signatures_and_digests() -> tuple[list[_Signature], list[bytes]]:
+    def describe() -> tuple[list[_Signature], list[bytes], T]:
         check_root(root)
         signatures = [_signature(v) for v in replicated]
-        return signatures, [digest(v) for v in replicated] if cluster.size() > 1 else []
+        return signatures, [digest(v) for v in replicated] if cluster.size() > 1 else [], value()
 
-    everywhere = gather(cluster.exchange(), f"broadcast_variables(root={root})", signatures_and_digests)
-    signatures = [each for each, _ in everywhere]
+    everywhere = gather(cluster.exchange(), f"broadcast_variables(root={root})", describe)
+    signatures = [each for each, _, _ in everywhere]
     # Names may differ (Keras numbers layers in order of creation), but shapes and dtypes must not.
     compare(signatures, "variables", _REMEDY, key=lambda each: [kind for _, *kind in each], show=_first_difference)
     if cluster.size() > 1:
-        digests = zip(*(each for _, each in everywhere), strict=True)
+        digests = zip(*(each for _, each, _ in everywhere), strict=True)
         broadcast_compared([v for v, values in zip(replicated, digests, strict=True) if len(set(values)) > 1], root)
+    return [each for _, _, each in everywhere]
 
 
 def broadcast_compared(variables: list[AnyVariable], root: int = 0) -> None:
