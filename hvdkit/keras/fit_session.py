@@ -37,6 +37,7 @@ from hvdkit.keras.rank_functions import FirstRows, compare_functions, rows_to_co
 from hvdkit.keras.rank_seeds import global_generator, rank_seeds, spread_seeds
 from hvdkit.keras.rank_state import compare_constants, compare_state, digests_of, state_of
 from hvdkit.keras.shares import Shares
+from hvdkit.keras.step_scopes import has_own_step
 from hvdkit.keras.strategies import leave_strategy
 from hvdkit.keras.supervised_fit import end_supervision
 from hvdkit.keras.train_steps import ShareSteps, Step, is_complete
@@ -396,18 +397,22 @@ class FitSession:
         ranks = gather(exchange, "the model's state at the end of an epoch", lambda: digests_of(state))
         compare_state(ranks, exchange.ranks)
 
-    def broadcast_again(self, *, has_built_optimizer: bool) -> None:
+    def broadcast_again(self, data: Shares, *, has_built_optimizer: bool) -> None:
         """Broadcast the chief's variables again, as a callback may have restored them.
 
-        ``has_built_optimizer`` is that of the chief.
+        Args:
+            data: the data to train on.
+            has_built_optimizer: whether the chief's optimizer is built.
         """
         optimizer = self.model.optimizer
         if has_built_optimizer and not optimizer.built:
             optimizer.build(self.model.trainable_variables)
+        build_before_tracing(self.model, data)
         self._variables.broadcast_all()
 
-    def broadcast_built(self) -> None:
-        """Broadcast the variables that Keras has built on all ranks since the session runs."""
+    def broadcast_built(self, data: Shares) -> None:
+        """Broadcast the variables that have been built on all ranks since the session runs."""
+        build_before_tracing(self.model, data)
         if self._variables.new():
             self._variables.broadcast_new()
 
@@ -443,6 +448,26 @@ class VariableBroadcaster:
         untracked = [each.variable for each in state_of(self._model)]
         variables = [*self._model.variables, *untracked, *optimizer_variables]
         return [v for v in {id(v): v for v in variables}.values() if holding_of(v) is None]
+
+
+def build_before_tracing(model: Any, data: Shares) -> None:
+    """Build the optimizer and the compiled metrics of a complete model with Keras's own step.
+
+    TensorFlow traces a function twice if it creates variables.
+    """
+    if model.run_eagerly or has_own_step(model, "train") or not is_complete(model):
+        return
+    if model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    compiled = [each for each in (model._compile_metrics, model._compile_loss) if each is not None and not each.built]
+    outputs = getattr(getattr(model, "_functional", model), "_outputs_struct", None)
+    if not compiled or outputs is None or type(model).compute_metrics is not keras.Model.compute_metrics:
+        return
+    labels = keras.utils.unpack_x_y_sample_weight(data.get_tf_dataset().element_spec[0])[1]
+    if labels is not None and all(isinstance(each, tf.TensorSpec) for each in tree.flatten(labels)):
+        labels = tree.map_structure(lambda each: keras.KerasTensor(each.shape, each.dtype.name), labels)
+        for each in compiled:
+            each.build(labels, outputs)
 
 
 # Stored on the model, which the session's compiled steps reference.

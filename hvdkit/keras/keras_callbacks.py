@@ -229,10 +229,10 @@ class CallbackList(keras.callbacks.CallbackList):
 
             ranks = gather(cluster.exchange(), "callbacks' on_train_begin", begin)
             model._initial_epoch, has_built_optimizer = ranks[0]
-            self._session.broadcast_again(has_built_optimizer=has_built_optimizer)
+            self._session.broadcast_again(self._data, has_built_optimizer=has_built_optimizer)
         else:
             self._call("on_train_begin", logs)
-            self._session.broadcast_built()
+            self._session.broadcast_built(self._data)
         self._data.begin_training(model._initial_epoch)
         self._session.compare_functions_before(self._data)
 
