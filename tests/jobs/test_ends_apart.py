@@ -41,7 +41,7 @@ NEEDED = "if cluster.rank % 2 == 0: hk.allreduce(tf.ones(3))"
 JOBS = [
     ("horovodrun --gloo", ""),
     ("hvdkit run", "hk.shutdown()"),
-    ("mpirun", NEEDED),
+    pytest.param("mpirun", NEEDED, marks=pytest.mark.nightly),
     pytest.param("mpirun", "", marks=pytest.mark.nightly),
 ]
 

@@ -140,6 +140,7 @@ def test_only_start_up_lines_are_held_back_even_if_the_process_aborts():
     assert (job.code, job.output) == (-6, "E0000 real\nF0000 no AVX")
 
 
+@pytest.mark.nightly
 def test_the_level_of_tensorflows_log_is_the_users():
     code = "import os, sys, hvdkit as hk\nhk.init()\n"
     code += "sys.stdout.write(f'level {os.environ[\"TF_CPP_MIN_LOG_LEVEL\"]}\\n')"  # in a single write

@@ -34,7 +34,7 @@ THREAD = "threading.Thread(target=upload).start()"
 JOBS = [
     ("mpirun", HANGS),
     ("hvdkit run", HANDLER),
-    ("mpirun", THREAD),
+    pytest.param("mpirun", THREAD, marks=pytest.mark.nightly),
     pytest.param("hvdkit run", HANGS, marks=pytest.mark.nightly),
 ]
 # Ends that never come. The other rank waits in MPI_Finalize.
@@ -45,7 +45,7 @@ DESTRUCTOR = "ctypes.CDLL(None).on_exit(ctypes.CDLL(None).pause, None)"
 WEDGES = [
     ("mpirun", ENDLESS_HANDLER),
     ("hvdkit run", BEFORE_FINALIZE),
-    ("mpirun", DESTRUCTOR),
+    pytest.param("mpirun", DESTRUCTOR, marks=pytest.mark.nightly),
     pytest.param("hvdkit run", ENDLESS_HANDLER, marks=pytest.mark.nightly),
     pytest.param("mpirun", BEFORE_FINALIZE, marks=pytest.mark.nightly),
     pytest.param("hvdkit run", DESTRUCTOR, marks=pytest.mark.nightly),

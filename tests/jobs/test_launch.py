@@ -17,7 +17,7 @@ SCRIPT = ["models/train.py", "cifar10", "--data", "synthetic", "--steps", "2", "
     ("launcher", "ranks"),
     [
         (["launch/local.sh"], 2),  # horovodrun -np 2
-        (["mpirun", "--tag-output", "-np", "2", "python"], 2),
+        pytest.param(["mpirun", "--tag-output", "-np", "2", "python"], 2, marks=pytest.mark.nightly),
         # horovodrun --gloo -np 2
         pytest.param(["env", "GLOO=1", "NP=2", "launch/local.sh"], 2, marks=pytest.mark.nightly),
     ],

@@ -61,7 +61,8 @@ def test_the_next_steps_and_every_target_work(tmp_path):
     assert not (folder / "runs" / "test").exists() and checkpoint.latest(folder / "runs" / "digits")
 
 
-@pytest.mark.parametrize(("form", "ranks"), [("loop", 1), pytest.param("fit", 2, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("form", "ranks"), [("loop", 1), ("fit", 2)])
 def test_a_run_that_is_interrupted_continues(tmp_path, form, ranks):
     """Press Ctrl-C, then start the same command again, in one case on fewer ranks."""
     folder = tmp_path / "mine"

@@ -376,6 +376,7 @@ def test_a_short_call_of_hk_fit_exchanges_few_objects(counts, size):
     model = with_metrics()
     call = {"x": X, "y": Y, "batch_size": 48, "verbose": 0}
     hk.fit(model, **call)
+    assert counts.traced["one_step_on_data"] == 1, "the step creates variables"
     counts.look()
     hk.fit(model, **call)
     assert "broadcast" not in [each.kind for each in counts.exchanges()], "weights that were equal have been sent"

@@ -104,6 +104,10 @@ NOT_MEANS = {
     "subclass": OverBatch(),
 }
 IN_CORE = ("dice", "contrastive")
+AT_NIGHT = ("tversky", "sum of dice", "hardest negative", "centered", "subclass")
+OTHERS = [
+    pytest.param(name, marks=[pytest.mark.nightly] * (name in AT_NIGHT)) for name in sorted(NOT_MEANS.keys() - IN_CORE)
+]
 
 
 @pytest.mark.core(2)
@@ -114,7 +118,7 @@ def test_any_loss_and_metric_function_is_that_of_one_process(rng, capfd, name):
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("name", sorted(NOT_MEANS.keys() - IN_CORE))
+@pytest.mark.parametrize("name", OTHERS)
 def test_other_losses_are_those_of_one_process(rng, capfd, name):
     check_loss(NOT_MEANS[name], name, rng, capfd)
 
@@ -125,8 +129,9 @@ def check_loss(loss, name, rng, capfd):
     labels = (x[:, 0] > 0).astype("int32") if name == "circle" else y
     metrics = [] if name == "circle" else [f1, rmse, scalar_mean, "mae"]
     data = {"batch_size": 7, "epochs": 2, "validation_data": (x[:9], labels[:9]), "validation_batch_size": 4}
+    data |= {"rtol": 1e-5, "atol": 1e-5 if name == "circle" else 1e-6}  # Circle multiplies rounding by its gamma, 80
     make_loss = loss if isinstance(loss, type) else lambda: loss
-    one, many = compare(lambda: model_with(make_loss(), metrics=metrics), x, labels, **data, rtol=1e-5, atol=1e-6)
+    one, many = compare(lambda: model_with(make_loss(), metrics=metrics), x, labels, **data)
     output = capfd.readouterr().err
     logged = [line for line in output.splitlines() if "its value for a batch is not the mean" in line]
     is_named = name != "centered"  # it needs all rows for what it assigns
@@ -137,7 +142,6 @@ def check_loss(loss, name, rng, capfd):
     )
 
 
-@pytest.mark.core
 def test_a_gathered_loss_with_weights_outputs_and_other_kinds_of_steps(rng):
     x = rng.normal(size=(23, 3)).astype("float32")
     y = (x[:, :2] > 0.5).astype("float32")

@@ -69,6 +69,7 @@ def metadata(dist: tuple[Path, Path]) -> Message:
         return email.message_from_bytes(archive.read(f"hvdkit-{__version__}.dist-info/METADATA"))
 
 
+@pytest.mark.full
 def test_the_source_archive_holds_every_file(dist: tuple[Path, Path]) -> None:
     with tarfile.open(dist[0]) as archive:
         members = [member.name.partition("/")[2] for member in archive if member.isfile()]

@@ -207,6 +207,7 @@ def test_a_server_that_is_stuck_is_named(server, manner, monkeypatch):
         ids(source, epochs=1)
 
 
+@pytest.mark.full
 def test_a_server_that_is_stuck_once_is_asked_again(server, monkeypatch):
     monkeypatch.setenv("HVDKIT_DATA_TIMEOUT_SECONDS", "5")  # a busy machine answers within it
     server.manner, server.slow = "half", 1
@@ -269,6 +270,7 @@ def stored(server, monkeypatch):
     s3fs.S3FileSystem.clear_instance_cache()
 
 
+@pytest.mark.full
 def test_an_answer_of_another_range_or_version_is_an_error(server, stored, cache):
     for url in stored:
         for manner, text in OTHER_ANSWERS.items():
@@ -368,6 +370,7 @@ assert np.array_equal(np.concatenate([batch["id"] for batch in batches]), np.ara
     assert set(server.ranges.values()) == {1}
 
 
+@pytest.mark.full
 def test_a_stopped_process_does_not_hold_the_others(server, cache, monkeypatch):
     monkeypatch.setattr(remote_cache, "_LONGEST_TURN", 0.1)
     (cache / "locks").mkdir(parents=True)

@@ -71,6 +71,7 @@ def write(folder, steps, **options):
             summaries.scalars(step, loss=float(step))
 
 
+@pytest.mark.full
 def test_two_kills_and_continuations_leave_each_step_once(tmp_path):
     saved = run_until_killed(tmp_path, 0, 37, 1)
     assert saved == 30
