@@ -55,12 +55,12 @@ from .errors import DataError as DataError
 from .errors import HvdkitError as HvdkitError
 from .errors import NonFiniteError as NonFiniteError
 from .errors import PlanError as PlanError
+from .keras.checking.step_check import check_step as check_step
 from .keras.evaluating import evaluate as evaluate
 from .keras.fitting import fit as fit
 from .keras.loading import load_model as load_model
 from .keras.predicting import predict as predict
 from .keras.rank_state import synchronize as synchronize
-from .keras.step_check import check_step as check_step
 from .optimizer.average import average_gradients as average_gradients
 from .optimizer.distributed import DistributedOptimizer as DistributedOptimizer
 from .optimizer.local_variables import register_local_variables as register_local_variables

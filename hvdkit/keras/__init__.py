@@ -15,8 +15,7 @@ with ``fitting.py``; the other two calls follow the same steps:
     keras_callbacks.py  runs the user's callbacks, and compares their decisions between ranks
     metric_combiner.py  from the ranks' metric states to the logs of one process
     rank_functions.py   compares what the ranks' models compute, before the first step
-    step_check.py       compares steps of all ranks with those of one process: step_recording.py records them,
-                        step_comparison.py decides, check_causes.py explains
+    checking/           compares steps of all ranks with those of one process
 
 In plain ``fit``, each rank trains on its own data, and the callbacks of ``hvdkit.callbacks`` keep the ranks equal, and
 compare them (``plain_fit.py``):

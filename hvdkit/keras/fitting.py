@@ -14,6 +14,7 @@ from hvdkit.data import GlobalBatches
 from hvdkit.errors import describe
 from hvdkit.internals import array_slicing, data_adapter_utils
 from hvdkit.keras.attribute_swap import swap_attributes
+from hvdkit.keras.checking.step_recording import StepRecorder
 from hvdkit.keras.chief import is_on_chief
 from hvdkit.keras.fit_session import FitSession, check_all_ranks_call, check_model, warn_of_local_statistics
 from hvdkit.keras.global_batch_shares import GlobalBatchShares
@@ -22,7 +23,6 @@ from hvdkit.keras.keras_callbacks import WRITERS, CallbackList
 from hvdkit.keras.loss_scopes import LossScope, check_loss_scope
 from hvdkit.keras.model_optimizers import warn_of_float8, warn_of_repeated_rows
 from hvdkit.keras.own_methods import call_own, has_own, keras_method
-from hvdkit.keras.step_recording import StepRecorder
 from hvdkit.keras.strategies import outside_strategy
 from hvdkit.keras.supervisor_callback import SupervisorCallback
 

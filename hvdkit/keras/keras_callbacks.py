@@ -16,13 +16,13 @@ from hvdkit import cluster
 from hvdkit.cluster.agreement import agree, compare, gather
 from hvdkit.errors import CollectiveMismatchError, see
 from hvdkit.internals import is_default, pythonify_logs
+from hvdkit.keras.checking.step_recording import StepRecorder
 from hvdkit.keras.chief import is_on_chief
 from hvdkit.keras.data_end import report_end_of_data
 from hvdkit.keras.fit_session import FitSession
 from hvdkit.keras.model_optimizers import optimizers_of
 from hvdkit.keras.row_gathering import gather_rows
 from hvdkit.keras.shares import Shares
-from hvdkit.keras.step_recording import StepRecorder
 from hvdkit.layers.batch_norm import check_batch_normalization
 from hvdkit.machine.terminal import on_terminal
 from hvdkit.sharding.variables import compare_variables

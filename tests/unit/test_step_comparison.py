@@ -9,8 +9,8 @@ import pytest
 
 from hvdkit.commands.check import CheckSteps, check
 from hvdkit.commands.cli import main
-from hvdkit.keras.step_comparison import compare_recordings
-from hvdkit.keras.step_records import RecordedArray, Recording, StepRecord
+from hvdkit.keras.checking.step_comparison import compare_recordings
+from hvdkit.keras.checking.step_records import RecordedArray, Recording, StepRecord
 
 ONES = np.linspace(0.5, 1.5, 1000)
 

@@ -17,8 +17,8 @@ from hvdkit.commands.run.config import EngineKind, RunConfig
 from hvdkit.commands.run.job import prepare
 from hvdkit.commands.run.output import OutputWriter
 from hvdkit.errors import HvdkitError, describe
-from hvdkit.keras.step_comparison import compare_recordings
-from hvdkit.keras.step_records import RECORD_VARIABLE, Recording
+from hvdkit.keras.checking.step_comparison import compare_recordings
+from hvdkit.keras.checking.step_records import RECORD_VARIABLE, Recording
 
 _PROGRAM = "hvdkit.commands.check.program"
 

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from hvdkit.keras.check_causes import causes_of, notes_of
-from hvdkit.keras.check_result import KINDS, ORDER, CheckResult, ComparedValue, Kind, Verdict
-from hvdkit.keras.step_records import RecordedArray, Recording, StepRecord
+from hvdkit.keras.checking.check_causes import causes_of, notes_of
+from hvdkit.keras.checking.check_result import KINDS, ORDER, CheckResult, ComparedValue, Kind, Verdict
+from hvdkit.keras.checking.step_records import RecordedArray, Recording, StepRecord
 
 _NUMBER_TOLERANCE = 1e-5
 _ARRAY_TOLERANCE = 1e-4

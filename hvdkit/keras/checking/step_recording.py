@@ -20,10 +20,10 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.collectives.graphs import TRUE_AT_RUN_TIME
 from hvdkit.keras.attribute_swap import swap_attributes
+from hvdkit.keras.checking.step_records import RECORD_VARIABLE, RecordedArray, Recording, StepRecord
 from hvdkit.keras.model_optimizers import all_optimizers
 from hvdkit.keras.rank_functions import FirstRows
 from hvdkit.keras.rank_state import untracked_variables
-from hvdkit.keras.step_records import RECORD_VARIABLE, RecordedArray, Recording, StepRecord
 from hvdkit.sharding.shards import holding_of, is_seed_state
 
 _HALF = ("float16", "bfloat16")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from hvdkit.keras.check_result import ComparedValue, Kind
-from hvdkit.keras.step_records import Recording
+from hvdkit.keras.checking.check_result import ComparedValue, Kind
+from hvdkit.keras.checking.step_records import Recording
 
 _NAMES_SHOWN = 3
 

@@ -15,15 +15,15 @@ from hvdkit import cluster
 from hvdkit.cluster.agreement import gather
 from hvdkit.errors import describe
 from hvdkit.keras.attribute_swap import swap_attributes
-from hvdkit.keras.check_result import CheckResult
+from hvdkit.keras.checking.check_result import CheckResult
+from hvdkit.keras.checking.step_comparison import compare_recordings
+from hvdkit.keras.checking.step_recording import StepRecorder
 from hvdkit.keras.fit_session import check_all_ranks_call, check_model, forget_session
 from hvdkit.keras.fitting import fit
 from hvdkit.keras.loss_scopes import LossScope
 from hvdkit.keras.model_optimizers import all_optimizers, distribute_optimizers, optimizers_of, original_attributes
 from hvdkit.keras.own_methods import keras_method
 from hvdkit.keras.rank_functions import unchanged
-from hvdkit.keras.step_comparison import compare_recordings
-from hvdkit.keras.step_recording import StepRecorder
 from hvdkit.keras.strategies import outside_strategy
 from hvdkit.keras.train_steps import is_complete
 from hvdkit.optimizer.equal_ranks import checked
