@@ -7,7 +7,8 @@ with ``fitting.py``; the other two calls follow the same steps:
     inputs.py           from the arguments to shares; checks that all ranks pass the same data
     shares.py           splits global batches by rows; array_shares.py and global_batch_shares.py do so without reading
                         the rows of other ranks
-    fit_session.py      replaces methods of the model while a call runs, and broadcasts the chief's variables
+    fit_session.py      replaces methods of the model while a call runs
+    chief_variables.py  builds the model's variables, and broadcasts the chief's
     train_steps.py      the model's own step, run on a share
     losses.py           losses of the global batch: loss_scopes.py finds out which are means of their rows, and
                         step_scopes.py how the gradients of a model's own step combine

@@ -8,19 +8,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras import tree
 
 from hvdkit import cluster
 from hvdkit.cluster.agreement import gather
-from hvdkit.cluster.logs import get_logger, warn_once
+from hvdkit.cluster.logs import get_logger
 from hvdkit.collectives import broadcast_object
 from hvdkit.collectives.weak_registry import Attached
 from hvdkit.errors import ClusterError, HvdkitError, describe
 from hvdkit.keras.array_shares import ArrayShares
 from hvdkit.keras.atomic_saving import make_saving_atomic
 from hvdkit.keras.attribute_swap import exchange_attributes, swap_attributes
+from hvdkit.keras.chief_variables import VariableBroadcaster, build_before_tracing
 from hvdkit.keras.data_end import report_end_of_data
 from hvdkit.keras.losses import check_loss
 from hvdkit.keras.metric_checks import MetricChecks
@@ -34,17 +34,15 @@ from hvdkit.keras.model_optimizers import (
 )
 from hvdkit.keras.own_methods import as_plain
 from hvdkit.keras.rank_functions import FirstRows, compare_functions, rows_to_compare
-from hvdkit.keras.rank_seeds import global_generator, rank_seeds, spread_seeds
+from hvdkit.keras.rank_seeds import rank_seeds
 from hvdkit.keras.rank_state import compare_constants, compare_state, digests_of, state_of
 from hvdkit.keras.shares import Shares
-from hvdkit.keras.step_scopes import has_own_step
 from hvdkit.keras.strategies import leave_strategy
 from hvdkit.keras.supervised_fit import end_supervision
 from hvdkit.keras.train_steps import ShareSteps, Step, is_complete
 from hvdkit.layers import average_moving_statistics, synchronize_batch_normalization
 from hvdkit.optimizer.equal_ranks import checked
-from hvdkit.sharding.shards import holding_of, is_seed_state, shard_of
-from hvdkit.sharding.variables import broadcast_and_gather
+from hvdkit.sharding.shards import shard_of
 from hvdkit.sharding.vocabulary import warn_of_full_buckets
 from hvdkit.watchdog.ending import ending
 from hvdkit.watchdog.reporter import reporter
@@ -417,59 +415,6 @@ class FitSession:
             self._variables.broadcast_new()
 
 
-class VariableBroadcaster:
-    """Gives the variables of a model and its optimizers the chief's values."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._known: dict[int, Any] = {}
-
-    def broadcast_all(self) -> None:
-        """Broadcast the chief's values of all existing variables, and seed each rank differently."""
-        self._known = {}
-        self._broadcast(self._all(), global_generator().state)
-
-    def broadcast_new(self) -> None:
-        """Broadcast variables created since the last call."""
-        self._broadcast(self.new())
-
-    def new(self) -> list[Any]:
-        """Return the variables created since the last broadcast."""
-        return [v for v in self._all() if id(v) not in self._known]
-
-    def _broadcast(self, variables: list[Any], *replicated_states: Any) -> None:
-        self._known |= {id(v): v for v in variables}
-        states = [v for v in variables if is_seed_state(v)]
-        ranks = broadcast_and_gather(variables, lambda: [np.asarray(v) for v in (*states, *replicated_states)])
-        spread_seeds(states, list(replicated_states), ranks[0])
-
-    def _all(self) -> list[Any]:
-        optimizer_variables = [v for each in optimizers_of(self._model) for v in each.variables]
-        untracked = [each.variable for each in state_of(self._model)]
-        variables = [*self._model.variables, *untracked, *optimizer_variables]
-        return [v for v in {id(v): v for v in variables}.values() if holding_of(v) is None]
-
-
-def build_before_tracing(model: Any, data: Shares) -> None:
-    """Build the optimizer and the compiled metrics of a complete model with Keras's own step.
-
-    TensorFlow traces a function twice if it creates variables.
-    """
-    if model.run_eagerly or has_own_step(model, "train") or not is_complete(model):
-        return
-    if model.optimizer is not None and not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
-    compiled = [each for each in (model._compile_metrics, model._compile_loss) if each is not None and not each.built]
-    outputs = getattr(getattr(model, "_functional", model), "_outputs_struct", None)
-    if not compiled or outputs is None or type(model).compute_metrics is not keras.Model.compute_metrics:
-        return
-    labels = keras.utils.unpack_x_y_sample_weight(data.get_tf_dataset().element_spec[0])[1]
-    if labels is not None and all(isinstance(each, tf.TensorSpec) for each in tree.flatten(labels)):
-        labels = tree.map_structure(lambda each: keras.KerasTensor(each.shape, each.dtype.name), labels)
-        for each in compiled:
-            each.build(labels, outputs)
-
-
 # Stored on the model, which the session's compiled steps reference.
 _SESSIONS: Attached[FitSession] = Attached("_hvdkit_session")
 # Undoes what the last plain fit of a model has changed, which may have raised.
@@ -497,15 +442,3 @@ def _refusal(method: str, callback: str, model: str) -> HvdkitError:
     what = "gradients are averaged" if method in _TRAINING_METHODS else "rows of sharded tables are looked up"
     expected = f"a callback on every rank: {what} over all ranks"
     return HvdkitError(describe("callbacks", got, expected, "pass it on every rank, without hk.callbacks.on_chief"))
-
-
-def warn_of_local_statistics(model: Any) -> None:
-    """Warn on the chief, once for the same layers, that their statistics are local, unlike those of one process."""
-    layers = [x for x in model._flatten_layers() if isinstance(x, keras.layers.BatchNormalization)]
-    local = [x.name for x in layers if x.trainable and not x.synchronized]
-    if local and cluster.is_chief() and cluster.group(cluster.DATA).size > 1:
-        names = ", ".join(local[:3]) + (", ..." if len(local) > 3 else "")
-        warn_once(
-            f"BatchNormalization ({names}): normalizes by each rank's rows, not by the global batch; use "
-            "synchronized=True for the results of one process"
-        )

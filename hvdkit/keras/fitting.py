@@ -16,7 +16,7 @@ from hvdkit.internals import array_slicing, data_adapter_utils
 from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.keras.checking.step_recording import StepRecorder
 from hvdkit.keras.chief import is_on_chief
-from hvdkit.keras.fit_session import FitSession, check_all_ranks_call, check_model, warn_of_local_statistics
+from hvdkit.keras.fit_session import FitSession, check_all_ranks_call, check_model
 from hvdkit.keras.global_batch_shares import GlobalBatchShares
 from hvdkit.keras.inputs import DataPair, FitData, check_batch_size_of_model, prepare_data
 from hvdkit.keras.keras_callbacks import WRITERS, CallbackList
@@ -25,6 +25,7 @@ from hvdkit.keras.model_optimizers import warn_of_float8, warn_of_repeated_rows
 from hvdkit.keras.own_methods import call_own, has_own, keras_method
 from hvdkit.keras.strategies import outside_strategy
 from hvdkit.keras.supervisor_callback import SupervisorCallback
+from hvdkit.layers.batch_norm import warn_of_local_statistics
 
 
 @outside_strategy()

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from hvdkit import cluster
+from hvdkit.cluster.logs import warn_once
 from hvdkit.collectives import Average, Sum, allreduce, grouped_allreduce
 from hvdkit.collectives.batch_share import gradient_factor, times_share, without_outer_tape
 from hvdkit.collectives.conversion import graph_safe
@@ -87,6 +88,17 @@ def check_batch_normalization(model: keras.layers.Layer) -> None:
     """Raise ValueError if a layer with ``synchronized=True`` is not synchronized, and there are several ranks."""
     for layer in _batch_normalizations(model):
         require_synchronized(layer)
+
+
+def warn_of_local_statistics(model: keras.layers.Layer) -> None:
+    """Warn on the chief, once for the same layers, that their statistics are local, unlike those of one process."""
+    local = [each.name for each in _batch_normalizations(model) if each.trainable and not each.synchronized]
+    if local and cluster.is_chief() and cluster.group(cluster.DATA).size > 1:
+        names = ", ".join(local[:3]) + (", ..." if len(local) > 3 else "")
+        warn_once(
+            f"BatchNormalization ({names}): normalizes by each rank's rows, not by the global batch; use "
+            "synchronized=True for the results of one process"
+        )
 
 
 def average_moving_statistics(model: keras.layers.Layer | None, *, process_set: RankGroup = None) -> None:
