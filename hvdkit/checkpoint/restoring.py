@@ -19,6 +19,7 @@ from hvdkit.checkpoint.matching import match
 from hvdkit.checkpoint.rank_checks import Opened, open_checkpoint, read_rank_values
 from hvdkit.checkpoint.reading import Reader
 from hvdkit.cluster.agreement import run_on_all_ranks
+from hvdkit.cluster.lone_training import lone_training
 from hvdkit.data.aligned import tensor_of
 from hvdkit.errors import CheckpointError, CorruptCheckpointError
 from hvdkit.sharding.variables import broadcast_compared
@@ -144,6 +145,7 @@ def _broadcast_equal(opened: Opened) -> None:
         for tensor, variable in zip(equal, variables, strict=True):
             if tensor.variable is None:
                 tensor.assign(np.asarray(variable.numpy()))  # a number stays an array
+        lone_training().note_restored(variables)
 
 
 def _array_variable(tensor: StateTensor, state: State) -> tf.Variable:

@@ -29,6 +29,8 @@ import numpy as np
 from hvdkit.cluster.live_objects import live_instances
 from hvdkit.cluster.logs import get_logger
 
+COMBINES = "_hvdkit"
+"""The attribute of an optimizer that combines gradients."""
 _FIRST_SECONDS = 1.0
 _LONGEST_SECONDS = 15.0
 
@@ -59,6 +61,7 @@ class LoneTraining:
         self._size = 1
         # The number of iterations of each optimizer from which this world counts.
         self._first: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._restored: dict[int, int] = {}  # numbers of iterations, by the identity of the variable's handle
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -81,6 +84,11 @@ class LoneTraining:
         self._has_combined_numbers = True
         self.is_combined |= not all(_is_number(each) for each in values)
 
+    def note_restored(self, variables: Iterable[Any]) -> None:
+        """Take note of the values that variables have from a checkpoint: optimizers count from them."""
+        numbers = [each for each in variables if each.shape.rank == 0 and each.dtype.is_integer]
+        self._restored.update((id(each.handle), int(each.numpy())) for each in numbers)
+
     def end(self) -> None:
         """Stop watching, at the end of the program or of the world, after a last look."""
         self._ended.set()
@@ -99,9 +107,15 @@ class LoneTraining:
         if self.is_combined or self._is_reported:
             return
         with contextlib.suppress(Exception):  # other threads may change the objects
-            for optimizer, use in _optimizers().items():
+            optimizers = _optimizers()
+            combining = {id(_handle(each)) for each in optimizers if hasattr(each, COMBINES)}
+            for optimizer, use in optimizers.items():
+                handle = id(_handle(optimizer))
                 number = _iterations(optimizer)
                 first = self._first.setdefault(optimizer, 0 if use.is_used else number)
+                first = max(first, self._restored.get(handle, 0))
+                if handle in combining:
+                    continue
                 if number <= first or not (is_last or use.has_ended_epoch):
                     continue
                 if not (self._has_combined_numbers and _trains_numbers(optimizer)):

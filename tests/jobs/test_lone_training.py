@@ -34,3 +34,37 @@ def test_weights_that_the_program_averages_are_enough():
     job = run(PROGRAM.replace("EPOCHS", "2").replace("CASE", "weights"), MPI, 2)
     assert job.code == 0 and job.output.count("done") == 2, job.output
     assert "no gradients have been combined" not in job.output, job.output
+
+
+# Started again after its last step: the optimizer's iterations come from the checkpoint.
+FINISHED = """
+import os
+os.chdir("FOLDER")
+import hvdkit as hk
+hk.init()
+import keras, numpy as np
+x, y = np.ones((64, 3), "float32"), np.ones((64, 1), "float32")
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+optimizer = keras.optimizers.SGD(0.1)
+if "KIND" == "loop":
+    batches = hk.data.GlobalBatches((x, y), 16, epochs=2)
+    optimizer.build(model.trainable_variables)
+    with hk.Supervisor("run", model=model, optimizer=optimizer, data=batches) as sv:
+        for images, labels in sv.batches():
+            loss, gradients = keras.ops.zeros(()), [keras.ops.zeros(v.shape) for v in model.trainable_variables]
+            optimizer.apply(hk.average_gradients(gradients), model.trainable_variables)
+            sv.step(loss=loss)
+else:
+    backup = "KIND" == "backup" and [keras.callbacks.BackupAndRestore("backup", delete_checkpoint=False)]
+    model.compile(optimizer, "mse")
+    hk.fit(model, x, y, epochs=2, verbose=0, callbacks=backup or None, logdir=None if backup else "run")
+print("iterations", int(getattr(model, "optimizer", optimizer).iterations))
+"""
+
+
+@pytest.mark.parametrize("kind", ["fit", "loop", "backup"])
+def test_a_run_that_has_finished_reports_nothing(tmp_path, kind):
+    for _ in range(2):
+        job = run(FINISHED.replace("FOLDER", str(tmp_path)).replace("KIND", kind), MPI, 2)
+        assert job.code == 0 and job.output.count("iterations") == 2, job.output
+        assert "iterations 0" not in job.output and "no gradients have been combined" not in job.output, job.output
