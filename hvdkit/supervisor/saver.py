@@ -43,6 +43,7 @@ class Saver:
         seconds: how long the last save took, or its call until it is complete; 0 before the first.
         dropped: the error for which the last save was dropped with only a warning (``stop_on_nonfinite=False``), or
             None.
+        newest: the newest checkpoint; before the first save of a new run the folder of all, if it exists.
     """
 
     def __init__(
@@ -70,11 +71,11 @@ class Saver:
         self._permitted = permitted
         self._stop_on_nonfinite = stop_on_nonfinite
         self._save: Save | None = None
-        self._newest: Path | None = None
+        self.newest: Path | None = None
 
     def start(self, restored: Path | None) -> None:
         """Begin a session that has restored a checkpoint, or none."""
-        self._newest = restored or (self._folder if self._folder.exists() else None)
+        self.newest = restored or (self._folder if self._folder.exists() else None)
 
     @property
     def busy(self) -> bool:
@@ -119,11 +120,11 @@ class Saver:
 
     def _report_loss(self) -> None:
         """Warn on the chief if the newest checkpoint has disappeared during the session."""
-        if cluster.is_chief() and self._newest is not None and not os.path.lexists(self._newest):
+        if cluster.is_chief() and self.newest is not None and not os.path.lexists(self.newest):
             get_logger().warning(
                 "%s has disappeared: something removed, renamed or unmounted it during this run. Earlier checkpoints "
                 "may be lost; the run continues, and saves in %s",
-                printable(self._newest),
+                printable(self.newest),
                 printable(self._folder),
             )
 
@@ -144,7 +145,7 @@ class Saver:
             with spending("save"), self._nonfinite_handled():
                 is_done = all_ranks_done(save, ranks)
                 self._save = None if is_done else save
-                self._newest = save.target if is_done else self._newest
+                self.newest = save.target if is_done else self.newest
             if self._save is None:
                 self.seconds = time.monotonic() - self._began
 
@@ -155,7 +156,7 @@ class Saver:
             self._save = None
             with spending("save"), self._nonfinite_handled():
                 finish(save)
-                self._newest = save.target
+                self.newest = save.target
             self.seconds = time.monotonic() - self._began
 
     @contextlib.contextmanager

@@ -25,6 +25,7 @@ from hvdkit.supervisor.lock import LogdirLock
 from hvdkit.supervisor.lockstep import lockstep
 from hvdkit.supervisor.messages import SessionMessage, agree_on_arguments, agree_on_scalars, check_messages
 from hvdkit.supervisor.pace import Pace
+from hvdkit.supervisor.reports import report_end, report_rate, report_start
 from hvdkit.supervisor.saved_state import (
     Position,
     built_optimizer,
@@ -185,6 +186,8 @@ class Supervisor:
         self._wants_stop = self._stopping = self._open = self._has_compared = False
         self._preempted: str | None = None
         self._loss: Any = None
+        self._first_step = 0
+        self._began = 0.0
 
     # ---- the session ------------------------------------------------------------------------------------------
 
@@ -206,7 +209,11 @@ class Supervisor:
             self._lock.release()
             raise
         note_equal(self._optimizer)
-        self._report_start(rate)
+        if cluster.is_chief():
+            report_start(self.global_step, self.restored_from, self._folder)
+            report_rate(rate, current_rate(self._optimizer))
+        self._first_step = self.global_step
+        self._began = time.monotonic()
         self._saver.start(self.restored_from)
         self._saver.step = self.global_step if self.restored_from else None
         self._saver.when = time.monotonic()
@@ -225,6 +232,10 @@ class Supervisor:
                 if self._preempted is None:
                     self._agree(self._saver.step != self.global_step, last=True)
                 average_moving_statistics(self._model, process_set=ranks_of(self._optimizer))
+                if self._preempted is None and cluster.is_chief():
+                    seconds = time.monotonic() - self._began
+                    steps = self.global_step - self._first_step
+                    report_end(steps, seconds, self.global_step, self._saver.newest or self._folder, self.logdir)
         finally:
             self.close()
         if kind is None and self._preempted is not None:
@@ -476,16 +487,6 @@ class Supervisor:
     def _open_summaries(self) -> None:
         if cluster.is_chief():
             self._summaries = Summaries(self.logdir / "summaries", resume_at=self.global_step)
-
-    def _report_start(self, rate: float | None) -> None:
-        if cluster.is_chief():
-            source = f"from {self.restored_from}" if self.restored_from else f"(no checkpoint in {self._folder})"
-            get_logger().info("training begins at step %d %s", self.global_step, source)
-            if (saved := current_rate(self._optimizer)) != rate:
-                message = (
-                    "continuing with the saved learning rate %g, not %g; to change it, assign it within the session"
-                )
-                get_logger().warning(message, saved, rate)
 
     def _write_scalars(self, scalars: Mapping[str, Any]) -> None:
         ranks = agree_on_scalars(lambda: {name: to_float(name, value) for name, value in scalars.items()})

@@ -64,7 +64,9 @@ print("iterations", int(getattr(model, "optimizer", optimizer).iterations))
 
 @pytest.mark.parametrize("kind", ["fit", "loop", "backup"])
 def test_a_run_that_has_finished_reports_nothing(tmp_path, kind):
-    for _ in range(2):
+    for is_finished in (False, True):
         job = run(FINISHED.replace("FOLDER", str(tmp_path)).replace("KIND", kind), MPI, 2)
         assert job.code == 0 and job.output.count("iterations") == 2, job.output
         assert "iterations 0" not in job.output and "no gradients have been combined" not in job.output, job.output
+        last = "nothing to train: the run is complete at step" if is_finished else "; newest checkpoint: run/"
+        assert kind == "backup" or job.output.count(last) == 1, job.output
