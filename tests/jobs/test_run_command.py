@@ -100,6 +100,24 @@ def test_the_first_rank_that_fails_is_named_and_nothing_is_left(tmp_path, failur
 
 @pytest.mark.core
 @pytest.mark.parametrize(
+    ("failure", "end"),
+    [
+        ("print('ready')\nhk.init(", "1: SyntaxError: '(' was never closed"),
+        ("import no_such_module", "1: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("print('ValueError: of a log', file=sys.stderr); print('the end', file=sys.stderr); sys.exit(1)", "1"),
+        ("print('ValueError: of a log', file=sys.stderr); sys.exit(4)", "4"),
+    ],
+)
+def test_an_error_before_init_is_in_the_last_line_and_the_engine_is_silent(tmp_path, failure, end):
+    code, _, err, last = finish(start("-np", "2", code=failure, mark=str(tmp_path)))
+    assert code == int(end[0]) and "[mpirun]" not in err, err
+    assert re.fullmatch(
+        rf"hvdkit run: rank [01] on {HOST} ended with exit code {re.escape(end)}; the .* \d+\.\d s", last
+    ), err
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
     ("number", "code"),
     [
         (signal.SIGTERM, 75),

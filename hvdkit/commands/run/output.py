@@ -18,6 +18,8 @@ _TAG = re.compile(rb"\[rank \d+\] ")
 # Escape sequences: erasing a line and hiding the cursor, as progress bars do; and all those without width.
 _ERASED = re.compile(rb".*\x1b\[2K|\x1b\[0?K", re.DOTALL)
 _CURSOR = re.compile(rb"\x1b\[\?25[hl]")
+# The last line of Python's report of an exception.
+_ERROR = re.compile(rb"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Group)(: .*)?")
 _ESCAPE = re.compile(r"(\x1b\[[0-9;?]*[A-Za-z])")
 
 
@@ -40,6 +42,7 @@ class OutputWriter:
         self._terminals = [channel for channel, file in files.items() if is_terminal(file)]
         self._bar = b""  # the progress bar that the terminal shows
         self._writers: dict[tuple[int, int], Writer] = {}
+        self._last_lines: dict[int, bytes] = {}  # of each rank's standard error
 
     @property
     def waiting(self) -> int:
@@ -71,6 +74,8 @@ class OutputWriter:
         tag = b"[rank %d] " % rank
         on_terminal = rank == 0 and channel in self._terminals
         if lines:
+            if channel == 2:
+                self._last_lines[rank] = next(filter(None, reversed(lines)), self._last_lines.get(rank, b""))
             if on_terminal:  # the bar has become one of the lines, or is shown again below
                 self._show(b"")
             # hvdkit's own lines are already tagged, for launchers without tags. Rank 0 writes some of other ranks.
@@ -93,6 +98,11 @@ class OutputWriter:
     def line(self, text: str) -> None:
         """Write a line of ``hvdkit run`` for the user to standard error."""
         self.write(2, text.encode(errors="replace") + b"\n")
+
+    def last_error(self, rank: int) -> str:
+        """Return the exception with which the standard error of ``rank`` ends, or an empty string."""
+        line = visible(self._last_lines.get(rank, b""))
+        return line.decode(errors="replace") if _ERROR.fullmatch(line) else ""
 
     def ended(self, rank: int) -> None:
         """Write the incomplete last line of ``rank``, and close its log."""
