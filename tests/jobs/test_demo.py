@@ -101,10 +101,13 @@ def test_on_a_terminal_a_progress_bar_grows_below_the_lines(launcher, form):
     grown = [int(done) for done in re.findall(r"(\d+)/20(?:\x1b\[0m)? steps", written)]
     assert grown == sorted(grown) and grown[-1] == 20 and len(set(grown)) > 3, grown
     lines = [line for line in shown(written) if line]
+    if launcher:
+        assert re.fullmatch(r"hvdkit run: starting 2 ranks with \w+ on this host, which has \d+ cores?", lines.pop(0))
     assert all(line.startswith(tag) for line in lines), lines
     logged = [line.removeprefix(tag) for line in lines if "loss = " in line]
     assert [line.partition(",")[0] for line in logged] == ["step 10", "step 20"], lines
-    assert [line.removeprefix(tag).split()[0] for line in lines[-4:]] == ["training", "held-out", "all", "finished"]
+    last = ["training", "trained", "held-out", "all", "finished"]
+    assert [line.removeprefix(tag).split()[0] for line in lines[-5:]] == last
 
 
 @pytest.mark.parametrize("launcher", [ALONE, HVDKIT_RUN, *AT_NIGHT], ids=NAMES.get)

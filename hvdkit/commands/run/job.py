@@ -27,6 +27,7 @@ from hvdkit.commands.run.host_probe import temporary_problem
 from hvdkit.commands.run.hosts import Host, parse_hosts, place_ranks, read_hostfile, slots_of, slurm_hosts
 from hvdkit.commands.run.preflight import THIS_HOST, Answer, Network, Remote, check, network, srun_command, ssh_command
 from hvdkit.errors import ClusterError, describe
+from hvdkit.machine.cores import available_cores
 from hvdkit.machine.environment import outside_a_job
 from hvdkit.machine.terminal import is_terminal
 from hvdkit.watchdog.settings import HEARTBEAT, seconds
@@ -62,6 +63,16 @@ class Job:
     def first_hosts(self) -> tuple[Host, ...]:
         """Return the hosts of the first attempt, with the number of ranks on each as slots."""
         return place_ranks(self.hosts, self.config.np)
+
+    def start_line(self, hosts: tuple[Host, ...]) -> str:
+        """Return what is about to start: how many ranks, by which launcher, on which hosts."""
+        ranks = slots_of(hosts)
+        what = f"starting {ranks} {'rank' if ranks == 1 else 'ranks'} with {self.engine.name}"
+        if len(hosts) > 1 or not hosts[0].is_local:
+            return f"{what} on {', '.join(map(str, hosts))}"
+        cores = available_cores()
+        shared = "; ranks share cores, which makes steps slower" if ranks > cores else ""
+        return f"{what} on this host, which has {cores} {'core' if cores == 1 else 'cores'}{shared}"
 
     @property
     def temporary_bytes(self) -> int:

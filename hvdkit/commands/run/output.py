@@ -45,6 +45,11 @@ class OutputWriter:
         self._last_lines: dict[int, bytes] = {}  # of each rank's standard error
 
     @property
+    def on_terminal(self) -> bool:
+        """True if a person sees the lines of ``hvdkit run`` on a terminal."""
+        return 2 in self._terminals
+
+    @property
     def waiting(self) -> int:
         """Number of bytes not yet read by the reader."""
         return sum(writer.waiting for writer in self._writers.values())
