@@ -125,8 +125,9 @@ def pytest_runtest_logfinish() -> None:
 
     ``keras.utils.clear_session`` collects; with the graphs of a thousand tests alive, that took half of the time.
     """
-    gc.collect()
-    gc.freeze()
+    if not is_over():  # else tests are only skipped
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")

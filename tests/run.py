@@ -50,7 +50,7 @@ from helpers import speed
 from helpers.jobs import BIN, PERMISSIONS
 from helpers.outcomes import Launch, reason, report, slowest
 from helpers.tiers import Tier
-from helpers.time_limit import UNTIL
+from helpers.time_limit import UNTIL, is_over
 
 ROOT = Path(__file__).resolve().parents[1]
 SHOWN = 25
@@ -182,9 +182,13 @@ def run_all(listed: list[Launch], config: Config) -> Iterator[Launch]:
     others = longest_first([launch for launch in listed if launch not in timed], config.tier)
 
     def run_one(launch: Launch) -> Launch:
-        if not STOP.is_set():
-            print(f"{launch.name} ...", flush=True)
-            run(launch, config.stall)
+        if STOP.is_set():
+            return launch
+        if is_over():
+            print(f"{launch.name}: not begun, as no time was left", flush=True)
+            return launch
+        print(f"{launch.name} ...", flush=True)
+        run(launch, config.stall)
         return launch
 
     for together, workers in ((others, lanes()), (timed, 1)):
