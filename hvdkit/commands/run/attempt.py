@@ -301,8 +301,8 @@ class Attempt:
             return Verdict(0, summary if unusual else "")
         if verdict.rank is not None:
             is_preempted = self._coordinator.notified and verdict.code == PREEMPTED
-            error = self.output.last_error(verdict.rank)
-            if error and verdict.summary.endswith("ended with exit code 1"):  # before hvdkit could report it
+            is_unexplained = verdict.summary.endswith("ended with exit code 1")  # before hvdkit could report why
+            if is_unexplained and (error := self.output.last_error(verdict.rank)):
                 tail = f": {error}{tail}"
             return replace(verdict, summary=verdict.summary + tail, final=is_preempted, flight=self._coordinator.flight)
         summary = verdict.summary
