@@ -61,7 +61,8 @@ class LoneTraining:
         self._size = 1
         # The number of iterations of each optimizer from which this world counts.
         self._first: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._restored: dict[int, int] = {}  # numbers of iterations, by the identity of the variable's handle
+        # Handles and values of restored numbers, by the handle's identity, which they keep from being used again.
+        self._restored: dict[int, tuple[Any, int]] = {}
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -72,6 +73,7 @@ class LoneTraining:
         self._has_combined_numbers = False
         self._is_reported = False
         self._first.clear()
+        self._restored.clear()
         if self._thread is not None:  # a world before this one may have trained
             with contextlib.suppress(Exception):  # other threads may change the objects
                 self._first.update((optimizer, _iterations(optimizer)) for optimizer in _optimizers())
@@ -87,7 +89,7 @@ class LoneTraining:
     def note_restored(self, variables: Iterable[Any]) -> None:
         """Take note of the values that variables have from a checkpoint: optimizers count from them."""
         numbers = [each for each in variables if each.shape.rank == 0 and each.dtype.is_integer]
-        self._restored.update((id(each.handle), int(each.numpy())) for each in numbers)
+        self._restored.update((id(each.handle), (each.handle, int(each.numpy()))) for each in numbers)
 
     def end(self) -> None:
         """Stop watching, at the end of the program or of the world, after a last look."""
@@ -111,11 +113,12 @@ class LoneTraining:
             combining = {id(_handle(each)) for each in optimizers if hasattr(each, COMBINES)}
             for optimizer, use in optimizers.items():
                 handle = id(_handle(optimizer))
-                number = _iterations(optimizer)
-                first = self._first.setdefault(optimizer, 0 if use.is_used else number)
-                first = max(first, self._restored.get(handle, 0))
                 if handle in combining:
                     continue
+                number = _iterations(optimizer)
+                first = self._first.setdefault(optimizer, 0 if use.is_used else number)
+                _, restored = self._restored.get(handle, (None, 0))
+                first = max(first, restored)
                 if number <= first or not (is_last or use.has_ended_epoch):
                     continue
                 if not (self._has_combined_numbers and _trains_numbers(optimizer)):

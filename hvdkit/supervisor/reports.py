@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hvdkit.cluster.logs import get_logger
+from hvdkit.errors import printable
 
 
 def report_start(step: int, restored_from: Path | None, folder: Path) -> None:
@@ -14,19 +15,19 @@ def report_start(step: int, restored_from: Path | None, folder: Path) -> None:
 
 
 def report_rate(given: float | None, saved: float | None) -> None:
-    """Warn if the learning rate of the checkpoint is another one than the program's."""
+    """Warn if the checkpoint has another learning rate than the program."""
     if saved != given:
         message = "continuing with the saved learning rate %g, not %g; to change it, assign it within the session"
         get_logger().warning(message, saved, given)
 
 
 def report_end(steps: int, seconds: float, step: int, newest: Path, logdir: Path) -> None:
-    """Log what the run has done: ``steps`` in ``seconds`` up to ``step``, and where it is kept."""
+    """Log what this session has trained: ``steps`` in ``seconds``, up to ``step``, and the newest checkpoint."""
     if not steps:
-        get_logger().info("nothing to train: the run is complete at step %d (%s)", step, newest)
+        get_logger().info("no steps were trained: the run is already at step %d (%s)", step, printable(newest))
         return
     rate = steps / max(seconds, 1e-9)
     text = (
         "trained %d steps in %.1f s (%.3g steps/s), to step %d; newest checkpoint: %s; curves: tensorboard --logdir %s"
     )
-    get_logger().info(text, steps, seconds, rate, step, newest, logdir)
+    get_logger().info(text, steps, seconds, rate, step, printable(newest), printable(logdir))

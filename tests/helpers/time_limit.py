@@ -18,4 +18,4 @@ def is_over() -> bool:
 
 
 IS_OVER = pytest.StashKey[Callable[[], bool]]()
-"""What decides in a session; ranks decide together."""
+"""The function that a session of pytest asks, if not :func:`is_over`: all ranks need the same answer."""

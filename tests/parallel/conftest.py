@@ -62,6 +62,7 @@ CLUSTER = hk.init()
 
 
 OVER = b"!"
+"""The byte for a test after which the time was over."""
 
 
 class Steps:

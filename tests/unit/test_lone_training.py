@@ -95,6 +95,18 @@ def test_one_short_fit_is_reported_at_the_end(watch, lines):
     assert len(lines) == 1 and model
 
 
+def test_steps_count_from_what_is_restored(watch, lines):
+    model = compiled()
+    model.make_train_function()
+    model.optimizer.iterations.assign(5)
+    watch.note_restored([model.optimizer.iterations.value, tf.Variable([1.0])])
+    watch.end()
+    assert not lines
+    model.fit(X, Y, verbose=0)
+    watch.end()
+    assert len(lines) == 1
+
+
 def test_a_fit_of_the_world_before_is_not_reported_in_the_next(watch, lines):
     model = compiled()
     model.fit(X, Y, verbose=0)

@@ -213,7 +213,7 @@ class Attempt:
                 for number in self.signals.read():
                     self._handle_signal(number)
             elif isinstance(key.data, int):
-                self._engine.read(key, self._is_over or self._has_failed)
+                self._engine.read(key, self._holds_engine)
             else:
                 self._coordinator.ready(key, events)
         now = time.monotonic()
@@ -236,25 +236,26 @@ class Attempt:
         return coordinator.all_ended or (coordinator.verdict is not None and coordinator.over)
 
     @property
-    def _has_failed(self) -> bool:
-        """True once a rank has ended with an exit code other than 0."""
-        return any(member.exited is not None and member.exited.code for member in self._coordinator.members.values())
+    def _is_over(self) -> bool:
+        """True once the job has failed or was stopped."""
+        return self._coordinator.verdict is not None or self._stopped_by is not None
 
     @property
-    def _is_over(self) -> bool:
-        """True once the job has failed or was stopped.
+    def _holds_engine(self) -> bool:
+        """True once the job is over or a rank has failed: the engine's lines are then held back.
 
-        From then on, or once a rank has failed, the engine's lines are held back, and written only if the failed rank
-        remains unknown: engines print many lines when a process ends, which would hide those with the reason.
+        They are written only if the failed rank remains unknown: engines print many lines when a process ends, which
+        would hide those with the reason.
         """
-        return self._coordinator.verdict is not None or self._stopped_by is not None
+        exited = (member.exited for member in self._coordinator.members.values())
+        return self._is_over or any(end is not None and end.code for end in exited)
 
     def _drain(self) -> None:
         """Read the remaining output of the ended engine and the sentinels."""
         until = time.monotonic() + _DRAIN_SECONDS
         while time.monotonic() < until and self._turn(0.02):
             pass
-        self._engine.flush(self._is_over or self._has_failed)
+        self._engine.flush(self._holds_engine)
 
     def _release(self) -> None:
         """Let the sentinels and the engine end, after all ranks have ended."""
@@ -301,8 +302,9 @@ class Attempt:
             return Verdict(0, summary if unusual else "")
         if verdict.rank is not None:
             is_preempted = self._coordinator.notified and verdict.code == PREEMPTED
-            is_unexplained = verdict.summary.endswith("ended with exit code 1")  # before hvdkit could report why
-            if is_unexplained and (error := self.output.last_error(verdict.rank)):
+            # Python's exit code for an exception; before hk.init(), nothing reports which.
+            is_unreported = verdict.code == 1 and members[verdict.rank].pid is None
+            if is_unreported and (error := self.output.last_error(verdict.rank)):
                 tail = f": {error}{tail}"
             return replace(verdict, summary=verdict.summary + tail, final=is_preempted, flight=self._coordinator.flight)
         summary = verdict.summary

@@ -45,8 +45,8 @@ class OutputWriter:
         self._last_lines: dict[int, bytes] = {}  # of each rank's standard error
 
     @property
-    def on_terminal(self) -> bool:
-        """True if a person sees the lines of ``hvdkit run`` on a terminal."""
+    def has_terminal(self) -> bool:
+        """True if standard error, to which ``hvdkit run`` writes its own lines, is a terminal."""
         return 2 in self._terminals
 
     @property
