@@ -152,11 +152,11 @@ def _differentiable(collective: Collective, forward: Callable[[Tensors], Results
                 raise LookupError(f"{collective.kind} has no gradient; use another op, or tf.stop_gradient(x)")
             floats = [i for i, x in enumerate(xs) if x.dtype.is_floating]
             floating = [xs[i] for i in floats]
-            dys = [upstream[i] for i in floats]
+            dys = [tf.convert_to_tensor(upstream[i]) for i in floats]  # tf.gather of a result has IndexedSlices
             if factor is None:
                 return _with_none(collective.gradient(floating, results, dys), xs)
             checked = without_outer_tape(factor, "x", collective.kind)
-            with tf.control_dependencies([_assert_rows(collective, checked)]):
+            with tf.control_dependencies([_assert_rows(collective, checked, floating)]):
                 grads = collective.gradient(floating, results, [times_share(dy, checked) for dy in dys])
             return _with_none([tf.math.divide_no_nan(dx, tf.cast(checked, dx.dtype)) for dx in grads], xs)
 
@@ -171,11 +171,12 @@ def _with_none(grads: Tensors, xs: Sequence[tf.Tensor]) -> Tensors:
     return [next(remaining) if x.dtype.is_floating else None for x in xs]
 
 
-def _assert_rows(collective: Collective, factor: tf.Tensor) -> tf.Operation | None:
-    """Assert that this rank has rows of the global batch, so that its values contributed."""
+def _assert_rows(collective: Collective, factor: tf.Tensor, xs: Tensors) -> tf.Operation | None:
+    """Assert that this rank has rows of the global batch, or has contributed nothing."""
+    is_right = tf.logical_or(factor > 0, tf.equal(tf.add_n([tf.size(x) for x in xs]), 0))
     got = f"{collective.kind} with a gradient, in a batch of fewer rows than ranks"
     expected = "rows on every rank"
-    return tf.debugging.Assert(factor > 0, [describe("x", got, expected, "leave the last batch out (drop_remainder)")])
+    return tf.debugging.Assert(is_right, [describe("x", got, expected, "leave the last batch out (drop_remainder)")])
 
 
 def _with_rows(x: tf.Tensor) -> tf.Tensor:

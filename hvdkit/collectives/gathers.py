@@ -112,16 +112,16 @@ def _gradient_of_rows(x: tf.Tensor, dy: tf.Tensor, members: cluster.Group | None
 def gather_rows(
     x: TensorLike, *, process_set: RankGroup = None, group: RankGroup = None, name: str | None = None
 ) -> Any:
-    """Concatenate the rows of all ranks in rank order, with the gradient of this rank's rows only.
+    """Concatenate the rows of all ranks in rank order; each rank contributes the gradient of its own rows.
 
-    For losses and layers that compare the rows of a batch with each other: every rank computes the same function of all
-    rows, and contributes the gradient of its own. The sum of the ranks' gradients is the gradient of one process. The
-    backward pass needs no collective, unlike that of ``hk.allgather``.
+    For losses and layers that compare the rows of a batch with each other.
 
-    - In ``hk.fit``, whose optimizers average the ranks' gradients by rows, the gradient is scaled so that this average
-      is that of one process. The rows are those of the global batch, in its order; a rank with an empty share of the
-      batch adds none.
-    - In other loops the gradient is not scaled: sum the ranks' gradients, e.g. ``hk.DistributedOptimizer(op=hk.Sum)``.
+    - In ``hk.fit``, the gradient is that of one process, whether each rank computes the same loss of all rows or the
+      losses of its own rows. It is collected from all ranks, as by ``hk.allgather``, and scaled for optimizers that
+      average the ranks' gradients by rows. The rows are those of the global batch, in its order; a rank with an empty
+      share of the batch adds none.
+    - In other loops, every rank must compute the same loss of all rows. The gradient is that of this rank's rows, takes
+      no exchange, and is not scaled: sum the ranks' gradients, e.g. ``hk.DistributedOptimizer(op=hk.Sum)``.
 
     Source: the chain rule. With L the loss of all rows Y, dL/dw = sum over ranks of (dL/dY_own dY_own/dw).
 
@@ -157,13 +157,21 @@ def gather_rows(
     if not isinstance(x, tf.Tensor | tf.Variable) and not hasattr(x, "value"):
         return allgather(x, process_set=members, name=name)
     own = as_tensor(x)
-    return gather_all_rows([own[None] if own.shape.rank == 0 else own], members, name)[0][0]
+    own = own[None] if own.shape.rank == 0 else own
+    if not within_share():
+        return gather_all_rows([own], members, name)[0][0]
+    _require_all_rows(members)
+    rows = grouped_allgather([_without_placeholder(own)], process_set=members, name=name)[0]
+    record_gathered_rows(tf.shape(rows)[0])
+    return rows
 
 
 def gather_all_rows(
     xs: Sequence[tf.Tensor], members: cluster.Group | None = None, name: str | None = None
 ) -> tuple[list[tf.Tensor], tf.Tensor]:
-    """Gather several tensors like ``hk.gather_rows``, in one exchange.
+    """Gather several tensors, in one exchange; every rank must compute the same loss of all rows.
+
+    The gradient of this rank's rows takes no exchange.
 
     Args:
         xs: tensors ``[rows, ...]``.
@@ -174,14 +182,8 @@ def gather_all_rows(
         The rows of all ranks; and for each tensor the number of rows before this rank's, int32 ``[len(xs)]``.
     """
     members = members or cluster.data_group()
-    number = cluster.size() if members is None else members.size
-    if within_share() and number != cluster.group(cluster.DATA).size:
-        expected = "all ranks that have different rows, whose gradients hk.fit averages"
-        raise HvdkitError(describe("process_set", f"{number} ranks in hk.fit", expected, "leave it out"))
-    factor = current_factor()
-    present = list(xs)
-    if factor is not None:  # an empty share is the batch's first row, with weight 0
-        present = [x[: tf.where(tf.equal(factor, 0), 0, tf.shape(x)[0])] for x in xs]
+    _require_all_rows(members)
+    present = [_without_placeholder(x) for x in xs]
     counts = tf.stack([tf.shape(x)[0] for x in present])[None]
     inputs = [*map(tf.stop_gradient, present), counts]
     *gathered, counts = grouped_allgather(inputs, process_set=members, name=name)
@@ -193,6 +195,20 @@ def gather_all_rows(
         for number, (own, rows) in enumerate(zip(present, gathered, strict=True))
     ]
     return results, starts
+
+
+def _require_all_rows(members: cluster.Group | None) -> None:
+    """Raise unless a step of ``hk.fit`` gathers from all ranks that have different rows."""
+    number = cluster.size() if members is None else members.size
+    if within_share() and number != cluster.group(cluster.DATA).size:
+        expected = "all ranks that have different rows, whose gradients hk.fit averages"
+        raise HvdkitError(describe("process_set", f"{number} ranks in hk.fit", expected, "leave it out"))
+
+
+def _without_placeholder(x: tf.Tensor) -> tf.Tensor:
+    """Return ``x``; without rows if the share is empty, whose step gets the batch's first row with weight 0."""
+    factor = current_factor()
+    return x if factor is None else x[: tf.where(tf.equal(factor, 0), 0, tf.shape(x)[0])]
 
 
 def _with_gradient_of(own: tf.Tensor, gathered: tf.Tensor, start: tf.Tensor) -> tf.Tensor:

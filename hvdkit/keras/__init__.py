@@ -16,6 +16,7 @@ with ``fitting.py``; the other two calls follow the same steps:
     keras_callbacks.py  runs the user's callbacks, and compares their decisions between ranks
     metric_combiner.py  from the ranks' metric states to the logs of one process
     rank_functions.py   compares what the ranks' models compute, before the first step
+    coupled_rows.py     finds models whose output for a row depends on the other rows of its batch
     checking/           compares steps of all ranks with those of one process
 
 In plain ``fit``, each rank trains on its own data, and the callbacks of ``hvdkit.callbacks`` keep the ranks equal, and

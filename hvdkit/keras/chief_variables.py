@@ -15,6 +15,7 @@ from hvdkit.keras.rank_state import state_of
 from hvdkit.keras.shares import Shares
 from hvdkit.keras.step_scopes import has_own_step
 from hvdkit.keras.train_steps import is_complete
+from hvdkit.optimizer.model_numbers import KnownNumbers, agree_on_numbers, known_numbers
 from hvdkit.sharding.shards import holding_of, is_seed_state
 from hvdkit.sharding.variables import broadcast_and_gather
 
@@ -42,8 +43,13 @@ class VariableBroadcaster:
     def _broadcast(self, variables: list[Any], *replicated_states: Any) -> None:
         self._known |= {id(v): v for v in variables}
         states = [v for v in variables if is_seed_state(v)]
-        ranks = broadcast_and_gather(variables, lambda: [np.asarray(v) for v in (*states, *replicated_states)])
-        spread_seeds(states, list(replicated_states), ranks[0])
+
+        def of_this_rank() -> tuple[list[np.ndarray], KnownNumbers]:
+            return [np.asarray(v) for v in (*states, *replicated_states)], known_numbers(variables)
+
+        ranks = broadcast_and_gather(variables, of_this_rank)
+        spread_seeds(states, list(replicated_states), ranks[0][0])
+        agree_on_numbers(variables, [numbers for _, numbers in ranks])
 
     def _all(self) -> list[Any]:
         optimizer_variables = [v for each in optimizers_of(self._model) for v in each.variables]

@@ -363,7 +363,7 @@ class FitSession:
         rows = data.first_inputs(number) if isinstance(data, ArrayShares) else None
         if self._is_complete_on_all_ranks():
             self._first_rows = None if rows is not None else self._first_rows
-            compare_functions(self.model, rows)
+            compare_functions(self.model, rows, tests_rows=self.steps.has_checked_steps())
 
     def _is_complete_on_all_ranks(self) -> bool:
         return all(gather(cluster.exchange(), "whether the model is built", lambda: is_complete(self.model)))
@@ -375,7 +375,7 @@ class FitSession:
             self._first_rows = None
             rows = first_rows.broadcast()
             if self._is_complete_on_all_ranks():
-                compare_functions(self.model, rows, is_reading=True)
+                compare_functions(self.model, rows, tests_rows=self.steps.has_checked_steps(), is_reading=True)
 
     def _metrics_at_end(self, logs: Any) -> Any:
         """Replace ``_get_metrics_result_or_logs``, which Keras calls after an epoch or an evaluation."""

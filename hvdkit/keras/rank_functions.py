@@ -9,13 +9,11 @@ when the same rank calls it again is random, and is not compared; nor is what fo
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-import random
 import types
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -26,16 +24,15 @@ from keras import tree
 
 from hvdkit import cluster
 from hvdkit.cluster.agreement import gather
-from hvdkit.cluster.logs import warn_once
 from hvdkit.collectives import broadcast_object
 from hvdkit.collectives.conversion import untracked_variable
 from hvdkit.collectives.refusal import refusing_collectives
 from hvdkit.errors import CollectiveMismatchError, describe, see
-from hvdkit.internals import context
 from hvdkit.keras.attribute_swap import swap_attributes
-from hvdkit.keras.rank_seeds import global_generator
-from hvdkit.keras.rank_state import CONSTANTS_REMEDY, recurrent_states, untracked_variables
+from hvdkit.keras.coupled_rows import couples_rows, in_graph, refuse_coupled_rows
+from hvdkit.keras.rank_state import CONSTANTS_REMEDY
 from hvdkit.keras.shares import first_tensor, number_of_rows, slice_tensor
+from hvdkit.keras.unchanged_models import unchanged
 from hvdkit.sharding.shards import holding_of
 
 ROWS = 2
@@ -128,26 +125,29 @@ def rows_to_compare(model: Any) -> int:
     return next(fixed, ROWS)
 
 
-def compare_functions(model: Any, rows: Any, *, is_reading: bool = False) -> None:
+def compare_functions(model: Any, rows: Any, *, tests_rows: bool, is_reading: bool = False) -> None:
     """Compare what the ranks' models compute. Every rank must call it; variables and seeds are unchanged.
 
     Args:
         model: a built Keras model.
         rows: a few rows of inputs, equal on all ranks; None to make them up, for models with known inputs.
+        tests_rows: whether a model that compares the rows of a batch is an error.
         is_reading: whether other threads read data, and may use Python's and NumPy's generators.
 
     Raises:
         CollectiveMismatchError: on some rank, a layer computes other outputs; the message names the first one.
+        HvdkitError: what the model computes for a row depends on the other rows of its batch.
     """
     with unchanged(model, generators=not is_reading):
-        if rows is not None and cluster.group(cluster.DATA).size > 1:
-            _warn_of_coupled_rows(model, rows)
+        is_coupled = tests_rows and rows is not None and couples_rows(model, rows)
         outputs = _layer_outputs(model, rows)
         expected = broadcast_object(outputs)
         exchange = cluster.exchange()
         kind = "the outputs of the model's layers"
-        found = gather(exchange, kind, lambda: bool(_differing(outputs, expected)))
-        if not any(found):
+        found = gather(exchange, kind, lambda: (bool(_differing(outputs, expected)), is_coupled))
+        if not any(differs for differs, _ in found):
+            if any(couples for _, couples in found):
+                refuse_coupled_rows(model)
             return
         again = _layer_outputs(model, rows)
         repeatable = _repeatable(outputs, again)
@@ -160,56 +160,6 @@ def compare_functions(model: Any, rows: Any, *, is_reading: bool = False) -> Non
         holdings = gather(exchange, kind, lambda: _holdings(layer))
     odd = next(index for index, numbers in enumerate(calls) if first in numbers)
     raise CollectiveMismatchError(_message(layer, exchange.ranks[odd], holdings[odd], holdings[0]))
-
-
-def _warn_of_coupled_rows(model: Any, rows: Any) -> None:
-    """Warn if what a model computes for a row depends on the other rows of its batch, which ranks do not have.
-
-    Every rank must call it: functions of the program may have graphs with collectives.
-    """
-    if type(model).call is keras.Model.call or not _has_several_rows(rows):
-        return
-    with contextlib.ExitStack() as stack, contextlib.suppress(Exception):  # e.g. a collective, a fixed batch size
-        for layer in model._flatten_layers():
-            if any(holding_of(v) is not None for v in _own_variables(layer)):
-                return
-            if isinstance(layer, keras.layers.RNN):
-                stack.enter_context(swap_attributes(layer, call=_in_graph(layer.call)))
-        stack.enter_context(refusing_collectives())
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        parts = [tree.map_structure(functools.partial(_part, start=start), rows) for start in (0, 1)]
-        together = model(rows, training=False)
-        apart = [model(part, training=False) for part in parts]
-        for number, outputs in enumerate(tree.flatten(together)):
-            alone = tf.concat([tree.flatten(each)[number] for each in apart], axis=0)
-            if not _differ(outputs, alone):
-                continue
-            again = tree.flatten(model(rows, training=False))[number]
-            if not _differ(outputs, again) and cluster.is_chief():
-                warn_once(
-                    f"model {model.name!r}: what it computes for a row depends on the other rows of its batch, so that "
-                    "ranks, each with its own rows, compute something else than one process; compute it for each row, "
-                    f"or from hk.gather_rows of what is compared; {see('pitfalls#layers-that-compare-rows')}"
-                )
-            return
-
-
-def _has_several_rows(rows: Any) -> bool:
-    return all(leaf is None or (leaf.shape.rank != 0 and number_of_rows(leaf) == ROWS) for leaf in tree.flatten(rows))
-
-
-def _part(leaf: Any, *, start: int) -> Any:
-    return None if leaf is None else slice_tensor(leaf, start, start + 1)
-
-
-def _differ(one: Any, other: Any) -> bool:
-    """Return True if two tensors of one shape have different values."""
-    if not isinstance(one, tf.Tensor) or not one.dtype.is_floating or one.shape != other.shape:
-        return False
-    values, others = (tf.cast(x, tf.float64).numpy() for x in (one, other))
-    limit = (_HALF_TOLERANCE if one.dtype.size == 2 else _TOLERANCE) * np.abs(values).max(initial=0.0)
-    return bool(np.abs(values - others).max(initial=0.0) > limit)
 
 
 def _message(layer: Any, rank: int, got: Mapping[str, str], expected: Mapping[str, str]) -> str:
@@ -261,7 +211,7 @@ def _try_to_call(model: Any, rows: Any) -> None:
 
 
 def _recording(layer: Any, index: int, outputs: list[LayerOutput], called: set[int]) -> Any:
-    call = _in_graph(layer.call) if isinstance(layer, keras.layers.RNN) else layer.call
+    call = in_graph(layer.call) if isinstance(layer, keras.layers.RNN) else layer.call
     has_shard = any(holding_of(v) is not None for v in _own_variables(layer))
     count = 0
 
@@ -278,15 +228,6 @@ def _recording(layer: Any, index: int, outputs: list[LayerOutput], called: set[i
         return result
 
     return recorded
-
-
-def _in_graph(call: Any) -> Any:
-    """Run a call in a graph, in which a loop over time steps is much faster than in eager mode."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return tf.function(lambda: call(*args, **kwargs), autograph=False)()
-
-    return run
 
 
 def _own_variables(layer: Any) -> list[Any]:
@@ -417,73 +358,3 @@ def _digest(value: Any) -> str | None:
         with contextlib.suppress(Exception):
             return repr([np.asarray(part).tolist() for part in export()])
     return None
-
-
-# ---- leaving no trace -----------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def unchanged(model: Any, *, attributes: bool = True, generators: bool = True) -> Iterator[None]:
-    """Restore the state of layers, losses and all random generators, which calls of a model may change.
-
-    Args:
-        model: a Keras model.
-        attributes: restore attributes of layers, too.
-        generators: restore Python's and NumPy's global generators, which no other thread may use meanwhile.
-    """
-    layers = list(model._flatten_layers())
-    before = [dict(vars(layer)) for layer in layers]
-    losses = [list(getattr(layer, "_losses", ())) for layer in layers]
-    values = values_of({id(v): v for v in _state(model, layers)}.values())
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    generator = getattr(context.context(), "_rng", None)
-    state = None if generator is None else generator.getstate()
-    try:
-        yield
-    finally:
-        for layer, known, added in zip(layers, before, losses, strict=True):
-            if attributes:
-                _restore_attributes(layer, known)
-            if hasattr(layer, "_losses"):
-                layer._losses[:] = added
-        for variable, value in values:
-            variable.assign(value)
-        if generators:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
-        if generator is not None:
-            generator.setstate(state)
-
-
-def values_of(variables: Iterable[Any]) -> list[tuple[Any, tf.Tensor]]:
-    """Return variables with their values, without those that a first step has created and not initialized yet."""
-    found: list[tuple[Any, tf.Tensor]] = []
-    for variable in variables:
-        try:
-            value = tf.identity(variable)
-        except tf.errors.FailedPreconditionError:
-            continue
-        if value.shape == variable.shape:
-            found.append((variable, value))
-    return found
-
-
-def _restore_attributes(layer: Any, before: dict[str, Any]) -> None:
-    for name, value in list(vars(layer).items()):
-        if name not in before:
-            object.__delattr__(layer, name)
-        elif value is not before[name]:
-            object.__setattr__(layer, name, before[name])
-
-
-def _state(model: Any, layers: Sequence[Any]) -> Iterator[Any]:
-    """Yield the variables that a call may change: not weights, also if they are frozen."""
-    for layer in layers:
-        yield from getattr(layer, "_non_trainable_variables", ())
-        yield from (generator.state for generator in getattr(layer, "_seed_generators", ()))
-        yield from recurrent_states(layer)
-        yield from (v for metric in getattr(layer, "_metrics", ()) for v in metric.variables)
-        yield from (each.variable for each in untracked_variables(layer) if each.variable.dtype != tf.string)
-    yield from (v for metric in model.metrics for v in metric.variables)
-    yield global_generator().state

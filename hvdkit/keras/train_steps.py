@@ -130,19 +130,19 @@ class ShareSteps:
         refuses = self.loss_scopes.loss_scope != "rows"
         return watching_assignments(self._model, data, self._independent, refuses=refuses)
 
-    def _has_checked_steps(self) -> bool:
+    def has_checked_steps(self) -> bool:
         """Return True if ranks have different rows, and each rank's are all that a step may use of the batch."""
         scopes = self.loss_scopes
         return cluster.group(cluster.DATA).size > 1 and scopes.loss_scope != "rows" and scopes.may_gather
 
     def _refusing_rows_by_number(self, name: str, data: Any) -> contextlib.AbstractContextManager[None]:
-        if not self._has_checked_steps():
+        if not self.has_checked_steps():
             return contextlib.nullcontext()
         return refusing_rows_by_number(f"{name}_step of {type(self._model).__name__}", data)
 
     def _scope_of(self, name: str) -> StepScope | None:
         """Return how the gradients and numbers of the model's own step combine; None without one, or on one rank."""
-        if not self._has_checked_steps():
+        if not self.has_checked_steps():
             return None
         if name not in self._step_scopes and has_own_step(self._model, name):
             self._step_scopes[name] = StepScope(self._model, self._rescaled)

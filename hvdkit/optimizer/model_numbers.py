@@ -8,7 +8,7 @@ with the gradients of another model. The number is therefore part of the names b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -20,6 +20,8 @@ from hvdkit.collectives.weak_registry import WeakRegistry
 _LARGEST = 1000
 
 _Ranks = tuple[int, ...] | None
+# Numbers of a model's variables by their places, and how many each group of ranks has used.
+KnownNumbers = tuple[dict[int, dict[_Ranks, int]], dict[_Ranks, int]]
 _NUMBERS: WeakRegistry[dict[_Ranks, int]] = WeakRegistry()  # of a model's first variable
 _USED: Counter[_Ranks] = Counter()
 
@@ -37,8 +39,7 @@ def model_number(variables: Sequence[Any], group: cluster.Group | None) -> int:
     Returns:
         The number; 1 if the first one is no variable.
     """
-    first = variables[0] if variables else None
-    inner = getattr(first, "_value", first)
+    inner = _inner(variables[0]) if variables else None
     if not isinstance(inner, tf.Variable):
         return 1
     ranks = None if group is None else tuple(group.ranks)
@@ -50,3 +51,29 @@ def model_number(variables: Sequence[Any], group: cluster.Group | None) -> int:
         numbers[ranks] = _USED[ranks] % _LARGEST + 1
         _USED[ranks] += 1
     return numbers[ranks]
+
+
+def known_numbers(variables: Iterable[Any]) -> KnownNumbers:
+    """Return what this rank knows of the numbers of models, to be compared with other ranks."""
+    numbers = {index: _NUMBERS.get(_inner(v)) or {} for index, v in enumerate(variables)}
+    return {index: known for index, known in numbers.items() if known}, dict(_USED)
+
+
+def agree_on_numbers(variables: Iterable[Any], ranks: Sequence[KnownNumbers]) -> None:
+    """Number a model anew if ranks differ: a step that failed on all ranks had combined gradients on some of them.
+
+    Args:
+        variables: those of the model, in the same order on all ranks.
+        ranks: :func:`known_numbers` of each rank, from an exchange that all of them have entered.
+    """
+    if all(each == ranks[0] for each in ranks):
+        return
+    for v in variables:
+        _NUMBERS.discard(_inner(v))
+    for _, used in ranks:
+        for group, number in used.items():
+            _USED[group] = max(_USED[group], number)
+
+
+def _inner(variable: Any) -> Any:
+    return getattr(variable, "_value", variable)

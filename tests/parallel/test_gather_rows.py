@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.as_one import line, plain, ported, same_logs, same_weights
 
 import hvdkit as hk
 
@@ -65,6 +66,43 @@ def test_a_step_of_ones_own_has_the_loss_of_the_global_batch():
     expected, _ = train(lambda model, *args, **options: model.fit(*args, **options))
     for value, right in zip(weights, expected, strict=True):
         np.testing.assert_allclose(value, right, rtol=1e-5, atol=1e-6)
+
+
+class Interacting(keras.layers.Layer):
+    """Attends to all rows of the batch, and subtracts its first row, before the loss of each row."""
+
+    def __init__(self, gather):
+        super().__init__()
+        self.gather = gather
+
+    def call(self, x):
+        rows = self.gather(x)
+        weights = keras.ops.softmax(keras.ops.matmul(x, keras.ops.transpose(rows)))
+        return keras.ops.matmul(weights, rows) - tf.gather(self.gather(x), [0])
+
+
+@pytest.mark.core(2)
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_a_layer_before_the_loss_of_each_row_has_the_gradient_of_one_process(rng, policy):
+    """Each rank has the losses of its own rows only, which depend on the rows of others; 7, 7, 7 and 1 rows."""
+
+    def build(gather):
+        layers = [keras.layers.Dense(4, "tanh"), Interacting(gather), keras.layers.Dense(1, dtype="float32")]
+        model = keras.Sequential([keras.Input((3,)), *layers])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    data = line(rng)
+    keras.config.set_dtype_policy(policy)
+    try:
+        one, expected = plain(lambda: build(lambda rows: rows), *data, batch_size=7, epochs=2)
+        many, found = ported(lambda: build(hk.gather_rows), *data, batch_size=7, epochs=2)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if policy == "mixed_bfloat16" else {"rtol": 1e-5, "atol": 1e-6}
+    same_logs(found, expected, **tolerance)
+    same_weights(many, one, **tolerance)
 
 
 def test_the_gradient_of_selected_rows(size):

@@ -23,9 +23,9 @@ from hvdkit.keras.fitting import fit
 from hvdkit.keras.loss_scopes import LossScope
 from hvdkit.keras.model_optimizers import all_optimizers, distribute_optimizers, optimizers_of, original_attributes
 from hvdkit.keras.own_methods import keras_method
-from hvdkit.keras.rank_functions import unchanged
 from hvdkit.keras.strategies import outside_strategy
 from hvdkit.keras.train_steps import is_complete
+from hvdkit.keras.unchanged_models import unchanged
 from hvdkit.optimizer.equal_ranks import checked
 from hvdkit.sharding.shards import holding_of
 

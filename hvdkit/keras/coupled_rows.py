@@ -1,0 +1,118 @@
+"""Find models whose output for a row depends on the other rows of its batch: ranks have other rows than one process."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import tree
+
+from hvdkit.collectives.refusal import refusing_collectives
+from hvdkit.errors import HvdkitError, describe, see
+from hvdkit.keras.attribute_swap import swap_attributes
+from hvdkit.keras.shares import number_of_rows, slice_tensor
+from hvdkit.sharding.shards import holding_of
+
+_TOLERANCE = 1e-4  # of the largest magnitude
+_HALF_TOLERANCE = 2e-2  # of 16-bit outputs
+
+
+def couples_rows(model: Any, rows: Any) -> bool:
+    """Return True if the outputs of a row change with the other rows, in inference.
+
+    The first row keeps its outputs if all others become copies of it, and so does the last; the batch keeps its size.
+    Models that are random, keep a state, have sharded tables or cannot be called with these rows are not tested. Every
+    rank must call it, since functions of the program may have graphs with collectives; state may change, so call it
+    within ``unchanged``.
+
+    Args:
+        model: a built Keras model.
+        rows: a few rows of inputs, tensors with the batch as their first axis.
+    """
+    if type(model).call is keras.Model.call or not (number := _number_of_rows(rows)):
+        return False
+    if any(holding_of(v) is not None for v in model.variables):
+        return False
+    with (
+        contextlib.ExitStack() as stack,
+        contextlib.suppress(Exception),
+    ):  # e.g. a collective, a layer for training only
+        for layer in model._flatten_layers():
+            if isinstance(layer, keras.layers.RNN):
+                stack.enter_context(swap_attributes(layer, call=in_graph(layer.call)))
+        stack.enter_context(refusing_collectives())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        expected = _outputs(model, rows)
+        changed = False
+        for row in (0, number - 1):
+            copies = tree.map_structure(lambda leaf, row=row: _copies(leaf, row, number), rows)
+            changed = changed or _differ(_outputs(model, copies), expected, row)
+        again = _outputs(model, rows)
+        return changed and not any(_differ(again, expected, row) for row in range(number))
+    return False
+
+
+def refuse_coupled_rows(model: Any) -> None:
+    """Raise for a model that :func:`couples_rows`.
+
+    Raises:
+        HvdkitError: always.
+    """
+    got = f"{model.name!r}, whose output for a row depends on the other rows of its batch"
+    expected = "outputs of a row that depend on this row only, as each rank computes its own rows"
+    remedy = (
+        "compute them for each row, e.g. keras.ops.sum(x * y, axis=-1) in place of a tensordot over the batch, or from "
+        "hk.gather_rows of what is compared; or pass loss_scope='rows' to hk.fit if each rank may use its own rows"
+    )
+    raise HvdkitError(describe("model", got, expected, f"{remedy}; {see('pitfalls#layers-that-compare-rows')}"))
+
+
+def in_graph(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a call in a graph, in which a loop over time steps is much faster than in eager mode."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return tf.function(lambda: call(*args, **kwargs), autograph=False)()
+
+    return run
+
+
+def _number_of_rows(rows: Any) -> int:
+    """Return the number of rows that all tensors have; 0 for one row, and for tensors of different lengths."""
+    leaves = [leaf for leaf in tree.flatten(rows) if leaf is not None]
+    if any(leaf.shape.rank == 0 for leaf in leaves):
+        return 0
+    numbers = {int(number_of_rows(leaf)) for leaf in leaves}
+    return numbers.pop() if len(numbers) == 1 and min(numbers) > 1 else 0
+
+
+def _copies(leaf: Any, row: int, number: int) -> Any:
+    if leaf is None:
+        return None
+    copies = [slice_tensor(leaf, row, row + 1)] * number
+    return tf.sparse.concat(0, copies) if isinstance(leaf, tf.SparseTensor) else tf.concat(copies, axis=0)
+
+
+def _outputs(model: Any, rows: Any) -> list[Any]:
+    number = _number_of_rows(rows)
+    outputs = tree.flatten(model(rows, training=False))
+    is_row = lambda x: isinstance(x, tf.Tensor) and x.dtype.is_floating and x.shape.rank and x.shape[0] == number  # noqa: E731
+    return [x for x in outputs if is_row(x)]
+
+
+def _differ(outputs: list[Any], expected: list[Any], row: int) -> bool:
+    """Return True if a row of outputs has other values."""
+    for one, other in zip(outputs, expected, strict=True):
+        limit = (_HALF_TOLERANCE if one.dtype.size == 2 else _TOLERANCE) * np.abs(_float64(other)).max(initial=0.0)
+        if one.shape != other.shape or np.any(np.abs(_float64(one[row]) - _float64(other[row])) > limit):
+            return True
+    return False
+
+
+def _float64(tensor: Any) -> np.ndarray:
+    return np.asarray(tf.cast(tensor, tf.float64))

@@ -1,0 +1,82 @@
+"""Call a model, or run its steps, and leave no trace: variables, attributes, losses and random generators."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdkit.internals import context
+from hvdkit.keras.rank_seeds import global_generator
+from hvdkit.keras.rank_state import recurrent_states, untracked_variables
+
+
+@contextlib.contextmanager
+def unchanged(model: Any, *, attributes: bool = True, generators: bool = True) -> Iterator[None]:
+    """Restore the state of layers, losses and all random generators, which calls of a model may change.
+
+    Args:
+        model: a Keras model.
+        attributes: restore attributes of layers, too.
+        generators: restore Python's and NumPy's global generators, which no other thread may use meanwhile.
+    """
+    layers = list(model._flatten_layers())
+    before = [dict(vars(layer)) for layer in layers]
+    losses = [list(getattr(layer, "_losses", ())) for layer in layers]
+    values = values_of({id(v): v for v in _state(model, layers)}.values())
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    generator = getattr(context.context(), "_rng", None)
+    state = None if generator is None else generator.getstate()
+    try:
+        yield
+    finally:
+        for layer, known, added in zip(layers, before, losses, strict=True):
+            if attributes:
+                _restore_attributes(layer, known)
+            if hasattr(layer, "_losses"):
+                layer._losses[:] = added
+        for variable, value in values:
+            variable.assign(value)
+        if generators:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+        if generator is not None:
+            generator.setstate(state)
+
+
+def values_of(variables: Iterable[Any]) -> list[tuple[Any, tf.Tensor]]:
+    """Return variables with their values, without those that a first step has created and not initialized yet."""
+    found: list[tuple[Any, tf.Tensor]] = []
+    for variable in variables:
+        try:
+            value = tf.identity(variable)
+        except tf.errors.FailedPreconditionError:
+            continue
+        if value.shape == variable.shape:
+            found.append((variable, value))
+    return found
+
+
+def _restore_attributes(layer: Any, before: dict[str, Any]) -> None:
+    for name, value in list(vars(layer).items()):
+        if name not in before:
+            object.__delattr__(layer, name)
+        elif value is not before[name]:
+            object.__setattr__(layer, name, before[name])
+
+
+def _state(model: Any, layers: Sequence[Any]) -> Iterator[Any]:
+    """Yield the variables that a call may change: not weights, also if they are frozen."""
+    for layer in layers:
+        yield from getattr(layer, "_non_trainable_variables", ())
+        yield from (generator.state for generator in getattr(layer, "_seed_generators", ()))
+        yield from recurrent_states(layer)
+        yield from (v for metric in getattr(layer, "_metrics", ()) for v in metric.variables)
+        yield from (each.variable for each in untracked_variables(layer) if each.variable.dtype != tf.string)
+    yield from (v for metric in model.metrics for v in metric.variables)
+    yield global_generator().state
