@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.collectives.weak_registry import WeakRegistry
+from hvdkit.sharding.shards import AnyVariable
 
 # Horovod keeps an entry for each name, so numbers are used again.
 _LARGEST = 1000
@@ -53,13 +54,13 @@ def model_number(variables: Sequence[Any], group: cluster.Group | None) -> int:
     return numbers[ranks]
 
 
-def known_numbers(variables: Iterable[Any]) -> KnownNumbers:
+def known_numbers(variables: Iterable[AnyVariable]) -> KnownNumbers:
     """Return what this rank knows of the numbers of models, to be compared with other ranks."""
     numbers = {index: _NUMBERS.get(_inner(v)) or {} for index, v in enumerate(variables)}
     return {index: known for index, known in numbers.items() if known}, dict(_USED)
 
 
-def agree_on_numbers(variables: Iterable[Any], ranks: Sequence[KnownNumbers]) -> None:
+def agree_on_numbers(variables: Iterable[AnyVariable], ranks: Sequence[KnownNumbers]) -> None:
     """Number a model anew if ranks differ: a step that failed on all ranks had combined gradients on some of them.
 
     Args:

@@ -34,6 +34,7 @@ from hvdkit.watchdog.events import (
 )
 from hvdkit.watchdog.lines import write_line
 from hvdkit.watchdog.rank_process import RankProcess
+from hvdkit.watchdog.rank_texts import tagged
 
 # Seconds between looks at the rank's process.
 _POLL_SECONDS = 0.5
@@ -274,14 +275,13 @@ class Sentinel(ABC):
         self._late = None
         if late is None or self.rank.has_ended:
             return
-        tag = f"[rank {late.rank}] "
         cause = f"{late.doing} for {late.seconds:g} s after the end of its script (HVDKIT_EXIT_SECONDS)"
-        text = "\n".join(tag + line for line in self._late_stacks.splitlines())
+        text = self._late_stacks.rstrip("\n")
         if not late.is_bounded:
-            waits = "the job waits as long as a rank works"
-            write_line(f"{text}\n{tag}hvdkit: rank {late.rank} has not exited: {cause}; {waits}")
+            line = f"hvdkit: rank {late.rank} has not exited: {cause}; the job waits as long as a rank works"
+            write_line(tagged([late.rank], f"{text}\n{line}"))
         elif not self.report(Failed(cause=cause, verb="did not exit", text=text, step=self.rank.step)):
-            write_line(f"{text}\nhvdkit: rank {late.rank} did not exit: {cause}")
+            write_line(f"{tagged([late.rank], text)}\nhvdkit: rank {late.rank} did not exit: {cause}")
             self.end(End(code=1))
 
     def _report_no_stacks(self) -> None:

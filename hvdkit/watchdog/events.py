@@ -139,7 +139,7 @@ class Failed(Message):
         cause: the error in one line.
         verb: what happened to the rank, e.g. "failed", "was interrupted".
         code: its exit code.
-        text: the traceback, each line prefixed with the rank.
+        text: the traceback.
         follows: whether the error was caused by the loss of another rank.
         step: steps trained, or None.
         busy: the reason of an open ``hk.busy``, or None.
@@ -160,7 +160,7 @@ class Raised(Message):
 
     Attributes:
         cause: the error in one line.
-        text: the traceback, each line prefixed with the rank.
+        text: the traceback.
     """
 
     cause: str

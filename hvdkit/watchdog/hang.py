@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from hvdkit.watchdog.events import Stacks, Status
+from hvdkit.watchdog.rank_texts import alike, tagged
 
-_ADDRESS = re.compile(r"0x[0-9a-f]+")
 _HEADER_END = "its stacks, most recent call first:"
 
 
@@ -38,13 +37,13 @@ def texts(stacks: Mapping[int, Stacks]) -> list[str]:
         >>> texts({0: same, 1: same})[1]
         '[rank 1] its stacks are the same as those of rank 0'
     """
-    first_ranks: dict[str, int] = {}
-    found = []
-    for rank, one in sorted(stacks.items()):
-        text = one.text
-        header, _, body = text.partition("\n")
-        first = first_ranks.setdefault(_ADDRESS.sub("", body), rank)
-        if body and first != rank:
-            text = header.replace(_HEADER_END, f"its stacks are the same as those of rank {first}")
-        found.append("\n".join(f"[rank {rank}] {line}" for line in text.splitlines()))
-    return found
+    headers = {rank: one.text.partition("\n")[0] for rank, one in stacks.items()}
+    bodies = {rank: one.text.partition("\n")[2] for rank, one in stacks.items()}
+    found = {}
+    for ranks in alike(bodies):
+        for rank in ranks:
+            text = stacks[rank].text
+            if bodies[rank] and rank != ranks[0]:
+                text = headers[rank].replace(_HEADER_END, f"its stacks are the same as those of rank {ranks[0]}")
+            found[rank] = tagged([rank], text)
+    return [found[rank] for rank in sorted(found)]

@@ -78,7 +78,7 @@ class JobEnd:
         tracebacks = list(verdict.texts[-TEXTS:])
         if len(verdict.texts) > TEXTS:
             more = len(verdict.texts) - TEXTS
-            tracebacks.insert(0, f"hvdkit: {more} more ranks failed; their tracebacks are left out")
+            tracebacks.insert(0, f"hvdkit: {more} more tracebacks are left out")
         for text in tracebacks:
             self._lines.line(text)
         unwind = self._settings.unwind if verdict.orderly else 0.0
@@ -145,6 +145,8 @@ class JobEnd:
             self._lines.line(f"hvdkit: {verdict.line}")
 
         def write() -> None:
+            if verdict.common:  # who waited for whom explains nothing
+                return
             self.flight = flight_file.write(verdict.line, ranks, self._size)
 
         # In a thread: a file system that hangs may be the reason for the failure.

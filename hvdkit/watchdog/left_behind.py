@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from hvdkit.watchdog.flight_recorder import CollectiveRecord
 from hvdkit.watchdog.member import Member
+from hvdkit.watchdog.rank_texts import tagged
 
 # Seconds of waiting after which a rank that has left by an exception is blamed. Until then the waiting ranks may raise
 # the same exception.
@@ -79,7 +80,7 @@ class LeftBehind:
                     and _needs(waiting, member)
                 ):
                     cause = f"{member.raised.cause} (caught by the program; rank {rank} waits in {waiting.waits[0]})"
-                    return Deserter(member=member, cause=cause, text=member.raised.text)
+                    return Deserter(member=member, cause=cause, text=tagged([member.rank], member.raised.text))
         return None
 
     def report(self, now: float) -> Iterator[tuple[int, str]]:

@@ -13,7 +13,6 @@ import re
 import socket
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,8 @@ from hvdkit.errors import HvdkitError, printable, see
 from hvdkit.watchdog.ending import Exit, end_process, ending, is_victim
 from hvdkit.watchdog.events import Failed, Raised
 from hvdkit.watchdog.lines import flush_streams, write_line
+from hvdkit.watchdog.rank_texts import tagged
+from hvdkit.watchdog.tracebacks import format_exception
 
 if TYPE_CHECKING:
     from hvdkit.watchdog.reporter import Reporter
@@ -95,21 +96,22 @@ class UncaughtErrors:
         is_interrupted = isinstance(error, KeyboardInterrupt)
         lines = [] if is_interrupted else _traceback(error.with_traceback(trace))
         lines += pages_of(error)
-        text = "\n".join(f"[rank {self._rank}] {line}" for line in lines)[-_LONGEST_TEXT:]
+        text = "\n".join(lines)[-_LONGEST_TEXT:]
+        shown = tagged([self._rank], text)
         failed = self._failed(error, text, thread)
         is_heard = False
         if not ending().begun:
             is_heard = self._reporter.fail(failed)
         # While ranks unwind, released collectives raise. These errors need no traceback.
         elif text and not failed.follows and not ending().has_caused(error):
-            write_line(text)
+            write_line(shown)
         if ending().begun:
             if thread is None:
                 ending().leave()
             return
         at = "" if failed.step is None else f" at step {failed.step}"
         line = f"hvdkit: rank {self._rank} on {socket.gethostname()} {failed.verb}{at}: {failed.cause}"
-        write_line("\n".join([text, line]) if text else line)
+        write_line("\n".join([shown, line]) if text else line)
         if not is_heard and self._abort is not None:
             flush_streams()
             self._abort(failed.code)
@@ -119,7 +121,7 @@ class UncaughtErrors:
 
     def raised(self, error: BaseException) -> Raised:
         """Return the report of an exception that the program may catch."""
-        text = "\n".join(f"[rank {self._rank}] {line}" for line in _traceback(error))[-_LONGEST_TEXT:]
+        text = "\n".join(_traceback(error))[-_LONGEST_TEXT:]
         return Raised(cause=f"{type(error).__name__}: {cause_of(error)}", text=text)
 
     def _failed(self, error: BaseException, text: str, thread: str | None) -> Failed:
@@ -139,7 +141,7 @@ class UncaughtErrors:
 
 def _traceback(error: BaseException) -> list[str]:
     """Return the traceback. Its first line is the cause if TensorFlow puts that after all nodes of a graph."""
-    lines = [printable(line, keep="\t") for line in "".join(traceback.format_exception(error)).splitlines()]
+    lines = [printable(line, keep="\t") for line in format_exception(error)]
     is_hidden = "Graph execution error" in str(error)
     return [f"{type(error).__name__}: {cause_of(error)}", *lines] if is_hidden else lines
 

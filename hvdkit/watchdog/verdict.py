@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdkit.watchdog.events import Exited, Failed, Leaving, Message, Training
+from hvdkit.watchdog.rank_texts import alike, tagged
 
 PREEMPTED = 75
 DIED = "died without reporting an error (killed, out of memory, or os._exit)"
@@ -70,8 +71,9 @@ class Verdict:
         rank: the rank that failed first; None if unknown, or after success.
         host: its host.
         step: steps it had trained.
-        texts: tracebacks, that of ``rank`` last.
+        texts: tracebacks, each tagged with the ranks that reported it, that of ``rank`` last.
         orderly: whether all ranks can exit normally.
+        common: whether all ranks reported the same traceback.
         final: the job was stopped, and must not be restarted.
         flight: the line about the flight recorder's file, or "".
     """
@@ -83,6 +85,7 @@ class Verdict:
     step: int | None = None
     texts: tuple[str, ...] = ()
     orderly: bool = False
+    common: bool = False
     final: bool = False
     flight: str = ""
 
@@ -120,23 +123,26 @@ def verdict(events: Iterable[RankEvent], size: int, hosts: Mapping[int, str] = {
     victims = sorted((one.time, one.rank) for one in all_events if getattr(one.event, "follows", False))
     candidates = (candidate for one in histories for candidate in one.candidates(all_left, victims))
     first = min(candidates, key=lambda one: (one.time, one.since), default=None)
-    texts = {one.failed.text for one in histories if one.failed is not None and not one.failed.follows} - {""}
+    raised = {
+        one.rank: one.failed.text for one in histories if one.failed and one.failed.text and not one.failed.follows
+    }
+    groups = alike(raised)
     if first is None or not all(one.well_until >= first.time for one in histories if one.rank != first.rank):
-        return _unknown(histories, tuple(sorted(texts)))
+        return _unknown(histories, tuple(tagged(ranks, raised[ranks[0]]) for ranks in groups))
     blame = first.blame
-    failed = histories[first.rank].failed
     step = blame.step
     if step is None:  # ranks step together
         step = max((one.step for one in histories if one.step is not None), default=None)
-    text = failed.text if failed is not None else ""
+    groups.sort(key=lambda ranks: first.rank in ranks)
     return Verdict(
         blame.code,
         _summarize(blame, step),
         first.rank,
         hosts.get(first.rank, ""),
         step,
-        texts=(*sorted(texts - {text}), *([text] if text else [])),
+        texts=tuple(tagged(ranks, raised[ranks[0]]) for ranks in groups),
         orderly=not any(one.is_dead for one in histories),
+        common=any(len(ranks) == size for ranks in groups),
     )
 
 
@@ -149,7 +155,9 @@ def _unknown(histories: Sequence[_History], texts: tuple[str, ...]) -> Verdict:
         return Verdict(code or 1, summary, texts=texts)
     follows, _, rank, failed = min(reports)
     code = failed.code if not follows or code is None else code
-    return Verdict(code, f"{summary}; rank {rank} reported: {failed.cause}", texts=texts or (failed.text,))
+    return Verdict(
+        code, f"{summary}; rank {rank} reported: {failed.cause}", texts=texts or (tagged([rank], failed.text),)
+    )
 
 
 def _summarize(blame: Failed, step: int | None) -> str:

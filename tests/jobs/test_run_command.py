@@ -75,6 +75,16 @@ def test_output_logs_and_environment(tmp_path):
 
 
 @pytest.mark.core
+def test_what_ranks_write_alike_is_shown_once(tmp_path):
+    code = "print('alike'); print(f'of {RANK}')"
+    code, out, err, _ = finish(start("-np", "2", "--output", "merged", code=code, mark=str(tmp_path)))
+    assert code == 0, err
+    lines = out.splitlines()
+    assert {"[rank 0] of 0", "[rank 1] of 1"} < set(lines), out
+    assert set(lines) - {"[rank 0] of 0", "[rank 1] of 1"} <= {"[ranks 0-1] alike", "[rank 0] alike", "[rank 1] alike"}
+
+
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("failure", "code", "words"),
     [
@@ -333,7 +343,7 @@ def test_rank_0_has_a_terminal_where_hvdkit_run_has_one(tmp_path):
     text = shown.decode()
     assert "[rank 0] True" in text and "[rank 1] False" in text
     assert "\r\x1b[K[rank 0] 1/2" in text  # while it grows
-    assert text.count("[rank 1] 2/2") == 1 and "[rank 1] 1/2" not in text
+    assert len(re.findall(r"\[(?:rank 1|ranks 0-1)\] 2/2", text)) == 1 and "[rank 1] 1/2" not in text
 
 
 @pytest.mark.parametrize(

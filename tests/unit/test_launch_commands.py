@@ -444,6 +444,52 @@ def test_lines_are_whole_and_progress_bars_keep_what_is_left_of_them(tmp_path):
     assert (tmp_path / "rank-0.log").read_bytes() == b"begun\n 10%\r 50%\r100%\r\n[rank 0] tagged\n[rank 2] said\nrest"
 
 
+def shown(tmp_path, mode, *outputs):
+    """Return the lines that are written of ``outputs``, pairs of rank and data, of 3 ranks."""
+    with (tmp_path / "out").open("wb") as out:
+        output = OutputWriter({1: out, 2: out}, tmp_path, mode)
+        output.begin(3)
+        for rank, data in outputs:
+            output.feed(rank, 1, data)
+        output.line("hvdkit run: the end")
+        assert output.finish(WAIT)
+    return (tmp_path / "out").read_text().splitlines()
+
+
+def test_lines_that_ranks_write_alike_are_shown_once_and_each_ranks_lines_keep_their_order(tmp_path):
+    same = b"\n".join(b"line %d" % number for number in range(3)) + b"\n"
+    found = shown(
+        tmp_path, "merged", (1, same), (0, b"first\n" + same), (2, same.replace(b"line", b"\x1b[1mline\x1b[0m"))
+    )
+    lines = [f"[ranks 0-2] line {number}" for number in range(3)]
+    assert found == ["[rank 0] first", *lines, "hvdkit run: the end"]
+    crossed = shown(tmp_path, "merged", (0, b"a\nb\na\n"), (1, b"b\na\n"), (2, b"[rank 2] a\n[rank 1] other\n"))
+    assert crossed == ["[ranks 0,2] a", "[rank 1] other", "[ranks 0-1] b", "[ranks 0-1] a", "hvdkit run: the end"]
+
+
+def test_a_line_that_no_other_rank_writes_waits_for_a_moment_only(tmp_path):
+    with (tmp_path / "out").open("wb") as out:
+        output = OutputWriter({1: out, 2: out}, shown="merged")
+        output.begin(2)
+        output.feed(0, 1, b"alone\n")
+        output.tick(time.monotonic())
+        assert output.finish(WAIT) and not (tmp_path / "out").read_bytes()
+        output.tick(time.monotonic() + 1.0)
+        output.ended(1)
+        output.feed(0, 1, b"the last rank\n")
+        assert output.finish(WAIT)
+    assert (tmp_path / "out").read_text().splitlines() == [f"[rank 0] {x}" for x in ("alone", "the last rank")]
+
+
+def test_output_of_rank_0_or_in_files_only(tmp_path):
+    outputs = [(rank, b"of %d\n" % rank) for rank in range(3)]
+    assert shown(tmp_path, "rank0", *outputs) == ["[rank 0] of 0", "hvdkit run: the end"]
+    assert shown(tmp_path, "files", *outputs) == ["hvdkit run: the end"]
+    assert (tmp_path / "rank-2.log").read_text() == "of 2\n" * 2
+    with pytest.raises(ValueError, match=r"--output: got files, without --logs"):
+        RunConfig(np=2, output="files")
+
+
 def test_a_line_without_an_end_is_written_in_parts(tmp_path):
     """As of a program that writes binary data, which otherwise would stay in memory until the job ends."""
     with (tmp_path / "out").open("wb") as out, selectors.DefaultSelector() as selector:

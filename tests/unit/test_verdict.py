@@ -249,11 +249,23 @@ def test_the_last_line():
 
 
 def test_of_two_that_fail_the_earlier_one_is_named_and_both_tracebacks_are_kept():
-    early = of(1, Failed(cause="ValueError: one", text="[rank 1] one"), at=3.0)
-    late = of(0, Failed(cause="ValueError: two", text="[rank 0] two"), at=3.1)
-    follows = of(2, Failed(cause="x", text="[rank 2] follows", follows=True), at=3.05)
+    early = of(1, Failed(cause="ValueError: one", text="one"), at=3.0)
+    late = of(0, Failed(cause="ValueError: two", text="two"), at=3.1)
+    follows = of(2, Failed(cause="x", text="follows", follows=True), at=3.05)
     found = verdict([*late, *follows, *early], 3, HOSTS)
-    assert found.rank == 1 and found.texts == ("[rank 0] two", "[rank 1] one")
+    assert found.rank == 1 and found.texts == ("[rank 0] two", "[rank 1] one") and not found.common
+
+
+def test_the_same_traceback_of_several_ranks_is_kept_once():
+    same = [Failed(cause="ValueError: one", text=f"<Dense at 0x7f{rank}>\nValueError: one") for rank in range(3)]
+    raised = [one for rank in range(3) for one in of(rank, same[rank], at=3.0 + rank / 10)]
+    expected = "[ranks 0-2] <Dense at 0x7f0>\n[ranks 0-2] ValueError: one"
+    found = verdict(raised, 3, HOSTS)
+    assert found.rank == 0 and found.texts == (expected,) and found.common
+    other = of(1, Failed(cause="ValueError: two", text="two"), at=2.0)
+    found = verdict([*raised[:1], *raised[-1:], *other], 3, HOSTS)
+    assert found.rank == 1 and [text.partition("]")[0] for text in found.texts] == ["[ranks 0,2", "[rank 1"]
+    assert not found.common
 
 
 def test_a_rank_that_has_finished_is_not_blamed_for_what_another_one_fails_at_later():

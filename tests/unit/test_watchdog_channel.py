@@ -526,7 +526,7 @@ def test_hundreds_of_sentinels_connect_and_report():
         assert all(one.joined == joined(rank, size) for rank, one in members.items())
         assert job.output == {(rank, b"hello\n"): 1 for rank in range(size)}
         assert [members[rank].status.step for rank in range(size)] == list(range(size))
-        ends[7].send(Failed(cause="ValueError: the disk is full", step=3, text="[rank 7] its traceback"))
+        ends[7].send(Failed(cause="ValueError: the disk is full", step=3, text="its traceback"))
         for rank in range(8, 108):
             ends[rank].send(Failed(cause="HorovodInternalError: x", follows=True))
         orders = []

@@ -225,6 +225,7 @@ class Attempt:
             self._coordinator.signal(signal.SIGKILL)
             self._engine.end(ENGINE_SECONDS)
         self._engine.tick(time.monotonic())
+        self.output.tick(time.monotonic())
         return bool(ready)
 
     @property

@@ -43,7 +43,7 @@ def run(config: RunConfig, program: Sequence[str]) -> int | str:
     if config.logs is not None:
         with output_errors("--logs", config.logs, "folder"):
             config.logs.mkdir(parents=True, exist_ok=True)
-    output = OutputWriter({1: sys.stdout.buffer, 2: sys.stderr.buffer}, config.logs)
+    output = OutputWriter({1: sys.stdout.buffer, 2: sys.stderr.buffer}, config.logs, config.output)
     return restarts.run(job, program, output)
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, get_args
 from tyro.conf import UseAppendAction, arg
 
 from hvdkit.commands.options import UNSET
+from hvdkit.commands.run.output import Shown
 from hvdkit.errors import describe
 
 EngineKind = Literal["auto", "mpirun", "horovodrun", "gloo", "srun"]
@@ -68,6 +69,9 @@ class RunConfig:
     """Name (not value) of an environment variable to pass on: --env A --env B."""
     logs: Annotated[Path | None, UNSET] = None
     """Folder for a log of each rank: rank-0.log, rank-1.log, ..."""
+    output: Annotated[Shown | None, UNSET] = None
+    """Which lines to show: of all ranks (all); lines that ranks write alike once, with these ranks (merged); of rank 0
+    (rank0); none, only in files (files, with --logs). Default: merged on a terminal, otherwise all."""
     interface: Annotated[str | None, UNSET] = None
     """Network interface between the hosts; default: the one that ssh or srun uses."""
     ssh_args: str = ""
@@ -97,6 +101,8 @@ class RunConfig:
         named = [flag for flag, value in sources.items() if value not in (None, False)]
         if len(named) > 1:
             raise ValueError(describe("hosts", " and ".join(named), "one of them", "leave the others out"))
+        if self.output == "files" and self.logs is None:
+            raise ValueError(describe("--output", "files, without --logs", "a folder for them", "pass --logs DIR"))
         if self.k8s and self.image is None:
             raise ValueError(describe("--image", "none", "a container image, for --k8s", "pass --image NAME"))
         for name, minimum in _MINIMUM.items():

@@ -141,9 +141,13 @@ class Job:
         added["PYTHONUNBUFFERED"] = self.environment.get("PYTHONUNBUFFERED", "1")
         added["GLIBC_TUNABLES"] = with_huge_pages(self.environment.get("GLIBC_TUNABLES", ""))
         terminal = None
-        if rank == 0 and is_terminal(sys.stdout):
+        if is_terminal(sys.stdout):
             size = shutil.get_terminal_size()
-            terminal = {"lines": size.lines, "columns": max(20, size.columns - len("[rank 0] "))}
+            columns = max(20, size.columns - len("[ranks 0-9] "))
+            if rank == 0:
+                terminal = {"lines": size.lines, "columns": columns}
+            else:  # tables have the same width on all ranks
+                added["COLUMNS"] = str(columns)
         arguments = [os.fsencode(argument).decode("latin-1") for argument in command]  # bytes, in JSON
         return {"command": arguments, "environment": added, "terminal": terminal}
 

@@ -5,22 +5,28 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
+from hvdkit.commands.run.alike_lines import AlikeLines
 from hvdkit.machine.terminal import is_terminal
 from hvdkit.watchdog.lines import Writer, write_all
 
 CLEAR = b"\r\x1b[K"
 # Bytes above which a line is written in parts.
 LONGEST_LINE = 1 << 20
-_TAG = re.compile(rb"\[rank \d+\] ")
 # Escape sequences: erasing a line and hiding the cursor, as progress bars do; and all those without width.
 _ERASED = re.compile(rb".*\x1b\[2K|\x1b\[0?K", re.DOTALL)
 _CURSOR = re.compile(rb"\x1b\[\?25[hl]")
 # The last line of Python's report of an exception.
 _ERROR = re.compile(rb"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Group)(: .*)?")
 _ESCAPE = re.compile(r"(\x1b\[[0-9;?]*[A-Za-z])")
+
+Shown = Literal["all", "merged", "rank0", "files"]
+"""Which lines are shown: of all ranks; those that ranks write alike once; of rank 0; none."""
 
 
 class OutputWriter:
@@ -32,14 +38,17 @@ class OutputWriter:
     Args:
         files: standard output (1) and standard error (2).
         logs: folder for a log of each rank, or None.
+        shown: which lines are shown; None for "merged" on a terminal, and "all" otherwise.
     """
 
-    def __init__(self, files: dict[int, BinaryIO], logs: Path | None = None) -> None:
+    def __init__(self, files: dict[int, BinaryIO], logs: Path | None = None, shown: Shown | None = None) -> None:
         self._files = files
         self._logs = logs
         self._open_logs: dict[int, BinaryIO] = {}
         self._partial: dict[tuple[int, int], bytes] = {}
         self._terminals = [channel for channel, file in files.items() if is_terminal(file)]
+        self._shown: Shown = shown or ("merged" if files and len(self._terminals) == len(files) else "all")
+        self._lines = AlikeLines(joins=self._shown == "merged")
         self._bar = b""  # the progress bar that the terminal shows
         self._writers: dict[tuple[int, int], Writer] = {}
         self._last_lines: dict[int, bytes] = {}  # of each rank's standard error
@@ -76,22 +85,49 @@ class OutputWriter:
             lines = [*lines, rest]
             rest = b""
         self._partial[rank, channel] = rest
-        tag = b"[rank %d] " % rank
-        on_terminal = rank == 0 and channel in self._terminals
-        if lines:
-            if channel == 2:
-                self._last_lines[rank] = next(filter(None, reversed(lines)), self._last_lines.get(rank, b""))
-            if on_terminal:  # the bar has become one of the lines, or is shown again below
-                self._show(b"")
-            # hvdkit's own lines are already tagged, for launchers without tags. Rank 0 writes some of other ranks.
-            tagged = [line if _TAG.match(line) else tag + line for line in map(visible, lines)]
-            self.write(channel, b"".join(line + b"\n" for line in tagged))
-        if on_terminal:
+        self._add(rank, channel, lines)
+        if rank == 0 and channel in self._terminals and self._shown != "files":
             bar = visible(rest)
-            self._show(tag + bar if bar else b"")
+            self._show(b"[rank 0] " + bar if bar else b"")
+
+    def _add(self, rank: int, channel: int, lines: list[bytes]) -> None:
+        if not lines:
+            return
+        if channel == 2:
+            self._last_lines[rank] = next(filter(None, reversed(lines)), self._last_lines.get(rank, b""))
+        if self._shown == "files" or (self._shown == "rank0" and rank != 0):
+            return
+        now = time.monotonic()
+        for line in lines:
+            self._lines.add(rank, channel, visible(line), now)
+        was_bar = False
+        if rank == 0 and channel in self._terminals:  # the bar has become one of the lines
+            self._show(b"")
+            was_bar = any(b"\r" in line.rstrip(b"\r") for line in lines)
+        self._write_lines(now, everything=was_bar)  # what was shown as a bar stays visible
+
+    def begin(self, size: int) -> None:
+        """Expect output of this many ranks."""
+        self._lines.begin(size)
+
+    def tick(self, now: float) -> None:
+        """Write the lines that have waited long enough for other ranks to write the same."""
+        self._write_lines(now)
+
+    def end(self) -> None:
+        """Write all lines that wait."""
+        self._write_lines(time.monotonic(), everything=True)
+
+    def _write_lines(self, now: float, *, everything: bool = False) -> None:
+        for channel, lines in groupby(self._lines.take(now, everything=everything), key=itemgetter(0)):
+            self._write_above_bar(channel, b"".join(line + b"\n" for _, line in lines))
 
     def write(self, channel: int, data: bytes) -> None:
-        """Write lines unchanged, with one call, above the progress bar."""
+        """Write lines unchanged, after those that wait, with one call, above the progress bar."""
+        self._write_lines(time.monotonic(), everything=True)
+        self._write_above_bar(channel, data)
+
+    def _write_above_bar(self, channel: int, data: bytes) -> None:
         if not self._bar or channel not in self._terminals:
             self._put(channel, data)
             return
@@ -112,9 +148,11 @@ class OutputWriter:
     def ended(self, rank: int) -> None:
         """Write the incomplete last line of ``rank``, and close its log."""
         for channel in (1, 2):
-            if rest := visible(self._partial.pop((rank, channel), b"")):
-                self._show(b"")
-                self.write(channel, b"[rank %d] %b\n" % (rank, rest))
+            rest = self._partial.pop((rank, channel), b"")
+            if visible(rest):
+                self._add(rank, channel, [rest])
+        self._lines.ended(rank)
+        self._write_lines(time.monotonic())
         if rank in self._open_logs:
             self._open_logs.pop(rank).close()
 

@@ -82,6 +82,7 @@ def run(job: Job, program: Sequence[str], output: OutputWriter) -> int:
         try:
             return _attempts(job, program, output, signals)
         finally:
+            output.end()
             output.finish(0.1)
             output.report_loss()
             until = time.monotonic() + _READ_SECONDS
@@ -104,6 +105,7 @@ def _attempts(job: Job, program: Sequence[str], output: OutputWriter, signals: S
     restart = 0
     while True:
         ranks = slots_of(hosts)
+        output.begin(ranks)
         output.note(ranks, f"--- hvdkit run: attempt {restart + 1}, {ranks} ranks")
         verdict = Attempt(job, hosts, network, program, output, signals).run()
         if verdict.line:

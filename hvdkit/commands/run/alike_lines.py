@@ -1,0 +1,89 @@
+"""Lines that several ranks write alike, shown once: ``[ranks 0-3] Total params: 161``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from hvdkit.watchdog.rank_texts import tag
+
+# Seconds that a line waits for other ranks to write it, too; lines that wait at most.
+WAIT_SECONDS = 0.5
+_MOST_LINES = 200
+# hvdkit's own lines are already tagged, for launchers without tags. Rank 0 writes some of other ranks.
+_TAG = re.compile(rb"\[rank (\d+)\] ")
+_ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+@dataclass(eq=False)
+class _Line:
+    channel: int
+    plain: bytes  # without colors
+    text: bytes
+    since: float
+    ranks: list[int] = field(default_factory=list)
+
+
+class AlikeLines:
+    """Joins lines that ranks write alike, apart from colors. The lines of each rank keep their order.
+
+    Args:
+        joins: whether to join lines; otherwise none waits.
+
+    Example:
+        >>> lines = AlikeLines(joins=True)
+        >>> lines.begin(2)
+        >>> for rank in (0, 1):
+        ...     lines.add(rank, 1, b"epoch 1", now=0.0)
+        >>> lines.take(now=0.0)
+        [(1, b'[ranks 0-1] epoch 1')]
+    """
+
+    def __init__(self, *, joins: bool) -> None:
+        self._joins = joins
+        self._waiting: list[_Line] = []
+        self._running: set[int] = set()
+
+    def begin(self, size: int) -> None:
+        """Expect lines of this many ranks."""
+        self._running = set(range(size))
+
+    def ended(self, rank: int) -> None:
+        """Expect no more lines of this rank."""
+        self._running.discard(rank)
+
+    def add(self, rank: int, channel: int, text: bytes, now: float) -> None:
+        """Add a line of a rank."""
+        own = _TAG.match(text)
+        if own is not None and int(own[1]) == rank:
+            text = text[own.end() :]
+        plain = _ESCAPE.sub(b"", text)
+        last = max((index for index, line in enumerate(self._waiting) if rank in line.ranks), default=-1)
+        following = self._waiting[last + 1 :]
+        line = next((each for each in following if each.plain == plain and each.channel == channel), None)
+        if line is None:
+            line = _Line(channel, plain, text, now)
+            self._waiting.insert(last + 1 if self._joins else len(self._waiting), line)
+        line.ranks.append(rank)
+        if rank == 0:  # the only one with a terminal, and so with colors
+            line.text = text
+
+    def take(self, now: float, *, everything: bool = False) -> list[tuple[int, bytes]]:
+        """Return channel and tagged text of the lines that wait no longer, and of those before them."""
+        is_over = everything or not self._joins or len(self._waiting) > _MOST_LINES
+        number = len(self._waiting) if is_over else self._number_due(now)
+        taken = self._waiting[:number]
+        del self._waiting[:number]
+        return [(line.channel, _tagged(line)) for line in taken]
+
+    def _number_due(self, now: float) -> int:
+        """Return the number of lines up to the last one that has waited long enough, and of complete ones after it."""
+        number = 0
+        for index, line in enumerate(self._waiting, 1):
+            if now - line.since >= WAIT_SECONDS or (index == number + 1 and self._running <= set(line.ranks)):
+                number = index
+        return number
+
+
+def _tagged(line: _Line) -> bytes:
+    return line.text if _TAG.match(line.text) else tag(line.ranks).encode() + b" " + line.text

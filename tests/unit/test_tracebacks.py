@@ -1,0 +1,65 @@
+"""Tracebacks show the user's lines; frames of libraries between them are folded."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+import hvdkit as hk
+from hvdkit.data.division import divide
+from hvdkit.machine.terminal import aligned
+from hvdkit.watchdog.tracebacks import format_exception
+
+
+def failure(call):
+    with pytest.raises(Exception) as raised:
+        call()
+    return raised.value
+
+
+def frames(error):
+    return [line.strip() for line in format_exception(error) if line.startswith(("  File", "  ..."))]
+
+
+def test_an_error_that_hvdkit_raises_shows_the_users_lines_only():
+    error = failure(lambda: divide("dataset", ("columns",)))
+    shown = frames(error)
+    assert all("test_tracebacks.py" in line or line.startswith("... ") for line in shown), shown
+    assert "1 frame of hvdkit (keras.config.disable_traceback_filtering() shows them)" in shown[-1]
+    assert format_exception(error)[-1].startswith("ValueError: ")
+
+
+def test_frames_of_keras_around_an_error_of_the_user_are_folded():
+    hk.init()
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", lambda y_true, y_pred: y_pred.missing)
+    keras.config.disable_traceback_filtering()
+    try:
+        error = failure(lambda: hk.fit(model, np.zeros((4, 2)), np.zeros((4, 1)), verbose=0))
+        assert not any(line.startswith("... ") for line in frames(error))
+    finally:
+        keras.config.enable_traceback_filtering()
+    shown = frames(error)
+    assert any(line.startswith("... ") and "hvdkit and keras" in line for line in shown), shown
+    assert sum("test_tracebacks.py" in line for line in shown) >= 3 and len(shown) < 10, shown
+
+
+def test_an_error_of_a_library_shows_where_it_is_raised():
+    shown = frames(failure(lambda: keras.layers.Dense(-1)))
+    assert "keras" in shown[-1] and not shown[-1].startswith("..."), shown
+
+
+def test_a_defect_of_hvdkit_and_causes_are_shown_as_python_does():
+    error = failure(lambda: aligned([("one",), ("two", "cells")]))  # as if a row of a table lacked a cell
+    assert "terminal.py" in frames(error)[-1]
+
+    def chained():
+        try:
+            raise KeyError("first")
+        except KeyError as cause:
+            raise ValueError("second") from cause
+
+    lines = format_exception(failure(chained))
+    assert "The above exception was the direct cause of the following exception:" in lines
+    assert lines.index("KeyError: 'first'") < lines.index("ValueError: second") == len(lines) - 1
