@@ -90,7 +90,7 @@ def corrected(kind: Any, arguments: Sequence[str]) -> list[str] | None:
     for word in arguments:
         option, equals, value = word.partition("=")
         if option.startswith("-") and option.replace("_", "-") not in known and not _is_number(option):
-            near = difflib.get_close_matches(option, known, 1)
+            near = difflib.get_close_matches(option, known, 1, cutoff=0.7)
             if not near:
                 return None
             option = near[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 
 import pytest
 
@@ -40,6 +41,16 @@ def test_wrong_usage_is_told_before_anything_starts(capsys, monkeypatch):
     for arguments, words in WRONG:
         assert main(["run", *arguments]) == 2, arguments
         assert words in capsys.readouterr().err, arguments
+
+
+def test_a_script_is_run_by_this_interpreter(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    for arguments in (["-np", "2"], ["-np", "2", "--"]):
+        assert main(["run", "--dry-run", *arguments, "train.py", "--lr", "1"]) == 0
+        assert capsys.readouterr().out.endswith(f"{sys.executable} train.py --lr 1\n")
+    assert main(["run", "train.py", "-np", "2"]) == 2
+    assert "write: hvdkit run -np 2 -- python train.py" in capsys.readouterr().err
 
 
 def test_a_dry_run_starts_nothing(capsys, monkeypatch):

@@ -226,7 +226,18 @@ class Attempt:
             self._engine.end(ENGINE_SECONDS)
         self._engine.tick(time.monotonic())
         self.output.tick(time.monotonic())
+        self._show_start()
         return bool(ready)
+
+    def _show_start(self) -> None:
+        members = self._coordinator.members.values()
+        initialized = sum(member.pid is not None for member in members)
+        if self._is_over or initialized == self._size:
+            self.output.show_start("")
+            return
+        seconds = f"{time.monotonic() - self._began_at:.0f} s"
+        ranks = f"{len(members)} of {self._size} ranks started, {initialized} passed hk.init()"
+        self.output.show_start(f"hvdkit run: {seconds}: {ranks}")
 
     @property
     def _have_ended(self) -> bool:

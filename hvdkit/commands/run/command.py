@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from hvdkit.commands.options import output_errors
 from hvdkit.commands.run import restarts
 from hvdkit.commands.run.config import RunConfig
-from hvdkit.commands.run.job import prepare
+from hvdkit.commands.run.job import prepare, with_interpreter
 from hvdkit.commands.run.output import OutputWriter
 from hvdkit.commands.run.preflight import raise_problems
 
@@ -32,7 +32,8 @@ def run(config: RunConfig, program: Sequence[str]) -> int | str:
     if config.k8s:
         from hvdkit.commands.run.kubernetes import kubernetes
 
-        return kubernetes(config, program)
+        return kubernetes(config, with_interpreter(program, "python"))
+    program = with_interpreter(program)
     job = prepare(config, program)
     if config.dry_run:
         hosts = job.first_hosts()

@@ -25,9 +25,10 @@ _MINIMUM: Mapping[str, int] = {
 class RunConfig:
     """Start a program on many ranks: on this machine, on several hosts, under Slurm or on Kubernetes.
 
-    The program begins after `--`, or at the first word that is not an option. The last line names the rank that failed
-    first, and why. Exit code: 0 if all ranks ended with 0; otherwise that of the first rank that failed; 2 for wrong
-    usage; 75 if all ranks have saved after SIGTERM or SIGHUP, otherwise 143 or 129; 130 after Ctrl-C.
+    The program begins after `--`, or at the first word that is not an option; `train.py` stands for `python train.py`.
+    The last line names the rank that failed first, and why. Exit code: 0 if all ranks ended with 0; otherwise that of
+    the first rank that failed; 2 for wrong usage; 75 if all ranks have saved after SIGTERM or SIGHUP, otherwise 143 or
+    129; 130 after Ctrl-C.
 
     For example:
         hvdkit run -np 4 -- python train.py                        this machine

@@ -192,6 +192,19 @@ def prepare(config: RunConfig, program: Sequence[str], variables: Mapping[str, s
     return Job(config, hosts, engine, select_variables(environment, config.env), environment)
 
 
+def with_interpreter(program: Sequence[str], python: str = sys.executable) -> list[str]:
+    """Return the command of a program; a Python script that cannot be run by itself gets its interpreter.
+
+    Example:
+        >>> with_interpreter(["python", "train.py"])
+        ['python', 'train.py']
+    """
+    words = list(program)
+    is_script = bool(words) and words[0].endswith(".py") and Path(words[0]).is_file() and shutil.which(words[0]) is None
+    # Options of hvdkit run after the script would be passed to it.
+    return [python, *words] if is_script and not {"-np", "--np"} & set(words) else words
+
+
 def _check_program(program: Sequence[str], config: RunConfig) -> None:
     if not program:
         remedy = "write: hvdkit run -np 4 -- python train.py"

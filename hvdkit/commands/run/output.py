@@ -49,6 +49,7 @@ class OutputWriter:
         self._terminals = [channel for channel, file in files.items() if is_terminal(file)]
         self._shown: Shown = shown or ("merged" if files and len(self._terminals) == len(files) else "all")
         self._lines = AlikeLines(joins=self._shown == "merged")
+        self._has_output = False
         self._bar = b""  # the progress bar that the terminal shows
         self._writers: dict[tuple[int, int], Writer] = {}
         self._last_lines: dict[int, bytes] = {}  # of each rank's standard error
@@ -77,6 +78,9 @@ class OutputWriter:
         """Add output of ``rank``, and write the lines that it completes."""
         if self._logs is not None:
             self._write_log(rank, data)
+        if not self._has_output:
+            self._has_output = True
+            self._show(b"")  # the progress of the start
         *lines, rest = (self._partial.get((rank, channel), b"") + data).split(b"\n")
         # Drop what a progress bar has overwritten. Otherwise the line would grow during the whole training.
         head, _, tail = rest.rstrip(b"\r").rpartition(b"\r")
@@ -109,13 +113,20 @@ class OutputWriter:
     def begin(self, size: int) -> None:
         """Expect output of this many ranks."""
         self._lines.begin(size)
+        self._has_output = False
+
+    def show_start(self, progress: str) -> None:
+        """Show the progress of the start on a terminal, until there is output of ranks."""
+        if self.has_terminal and not self._has_output:
+            self._show(progress.encode())
 
     def tick(self, now: float) -> None:
         """Write the lines that have waited long enough for other ranks to write the same."""
         self._write_lines(now)
 
     def end(self) -> None:
-        """Write all lines that wait."""
+        """Write all lines that wait, and show no progress any more."""
+        self._show(b"")
         self._write_lines(time.monotonic(), everything=True)
 
     def _write_lines(self, now: float, *, everything: bool = False) -> None:
