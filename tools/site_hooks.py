@@ -16,7 +16,9 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # for hvdkit's command line, which needs no TensorFlow
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]  # for hvdkit's command line, which needs no TensorFlow
+
+import messages  # noqa: E402
 
 from hvdkit.commands.cli import COMMANDS, main  # noqa: E402
 
@@ -67,6 +69,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) 
     markdown = FENCE.sub(lambda fence: fence[1] + (f' title="{fence[2]}"' if fence[2] else ""), markdown)
     if page.file.src_uri == "commands.md":
         markdown = markdown.replace("<!-- commands -->", help_texts())
+    if page.file.src_uri == "messages.md":
+        markdown = markdown.replace("<!-- messages -->", messages.page(ROOT / "hvdkit"))
     if "/" not in page.file.src_uri:
         markdown = SOURCE.sub(r"\1", markdown)
     return linked(markdown, Path(config.docs_dir))
