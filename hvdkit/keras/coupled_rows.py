@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,56 +17,75 @@ from keras import tree
 from hvdkit.collectives.refusal import refusing_collectives
 from hvdkit.errors import HvdkitError, describe, see
 from hvdkit.keras.attribute_swap import swap_attributes
+from hvdkit.keras.random_layers import random_layers_in_inference
 from hvdkit.keras.shares import number_of_rows, slice_tensor
+from hvdkit.keras.source_checks import is_of_library
+from hvdkit.keras.unchanged_models import values_of
 from hvdkit.sharding.shards import holding_of
 
 _TOLERANCE = 1e-4  # of the largest magnitude
 _HALF_TOLERANCE = 2e-2  # of 16-bit outputs
 
 
-def couples_rows(model: Any, rows: Any) -> bool:
-    """Return True if the outputs of a row change with the other rows, in inference.
+def couples_rows(model: Any, rows: Any) -> str:
+    """Return when the outputs of a row change with the other rows: "in inference", "in training", or "" for never.
 
     The first row keeps its outputs if all others become copies of it, and so does the last; the batch keeps its size.
-    Models that are random, keep a state, have sharded tables or cannot be called with these rows are not tested. Every
-    rank must call it, since functions of the program may have graphs with collectives; state may change, so call it
-    within ``unchanged``.
+    In training, random layers of Keras and BatchNormalization compute as in inference. Models that are random, keep a
+    state, have sharded tables or cannot be called with these rows are not tested. Every rank must call it, since
+    functions of the program may have graphs with collectives; state may change, so call it within ``unchanged``.
 
     Args:
         model: a built Keras model.
         rows: a few rows of inputs, tensors with the batch as their first axis.
     """
     if type(model).call is keras.Model.call or not (number := _number_of_rows(rows)):
-        return False
+        return ""
+    layers = list(model._flatten_layers())
     if any(holding_of(v) is not None for v in model.variables):
-        return False
+        return ""
+    own = [layer for layer in layers if not is_of_library(type(layer))]
     with (
         contextlib.ExitStack() as stack,
         contextlib.suppress(Exception),
     ):  # e.g. a collective, a layer for training only
-        for layer in model._flatten_layers():
+        for layer in layers:
             if isinstance(layer, keras.layers.RNN):
                 stack.enter_context(swap_attributes(layer, call=in_graph(layer.call)))
         stack.enter_context(refusing_collectives())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        expected = _outputs(model, rows)
-        changed = False
-        for row in (0, number - 1):
-            copies = tree.map_structure(lambda leaf, row=row: _copies(leaf, row, number), rows)
-            changed = changed or _differ(_outputs(model, copies), expected, row)
-        again = _outputs(model, rows)
-        return changed and not any(_differ(again, expected, row) for row in range(number))
-    return False
+        if _changes(functools.partial(model, training=False), rows, number):
+            return "in inference"
+        if any("training" in inspect.signature(layer.call).parameters for layer in own):
+            stack.enter_context(random_layers_in_inference(layers))
+            weights = values_of(v for layer in own for v in layer._trainable_variables)  # e.g. of a spectral norm
+            stack.callback(lambda: [variable.assign(value) for variable, value in weights])
+            if _changes(functools.partial(model, training=True), rows, number):
+                return "in training"
+    return ""
 
 
-def refuse_coupled_rows(model: Any) -> None:
+def _changes(call: Callable[[Any], Any], rows: Any, number: int) -> bool:
+    """Return True if the outputs of the first or the last row change with the other rows."""
+    expected = _outputs(call, rows)
+    changed = False
+    for row in (0, number - 1):
+        copies = tree.map_structure(lambda leaf, row=row: _copies(leaf, row, number), rows)
+        changed = changed or _differ(_outputs(call, copies), expected, row)
+    if not changed:
+        return False
+    again = _outputs(call, rows)
+    return not any(_differ(again, expected, row) for row in range(number))
+
+
+def refuse_coupled_rows(model: Any, when: str) -> None:
     """Raise for a model that :func:`couples_rows`.
 
     Raises:
         HvdkitError: always.
     """
-    got = f"{model.name!r}, whose output for a row depends on the other rows of its batch"
+    got = f"{model.name!r}, whose output for a row depends on the other rows of its batch {when}"
     expected = "outputs of a row that depend on this row only, as each rank computes its own rows"
     remedy = (
         "compute them for each row, e.g. keras.ops.sum(x * y, axis=-1) in place of a tensordot over the batch, or from "
@@ -98,9 +119,9 @@ def _copies(leaf: Any, row: int, number: int) -> Any:
     return tf.sparse.concat(0, copies) if isinstance(leaf, tf.SparseTensor) else tf.concat(copies, axis=0)
 
 
-def _outputs(model: Any, rows: Any) -> list[Any]:
+def _outputs(call: Callable[[Any], Any], rows: Any) -> list[Any]:
     number = _number_of_rows(rows)
-    outputs = tree.flatten(model(rows, training=False))
+    outputs = tree.flatten(call(rows))
     is_row = lambda x: isinstance(x, tf.Tensor) and x.dtype.is_floating and x.shape.rank and x.shape[0] == number  # noqa: E731
     return [x for x in outputs if is_row(x)]
 

@@ -139,15 +139,15 @@ def compare_functions(model: Any, rows: Any, *, tests_rows: bool, is_reading: bo
         HvdkitError: what the model computes for a row depends on the other rows of its batch.
     """
     with unchanged(model, generators=not is_reading):
-        is_coupled = tests_rows and rows is not None and couples_rows(model, rows)
+        coupled = couples_rows(model, rows) if tests_rows and rows is not None else ""
         outputs = _layer_outputs(model, rows)
         expected = broadcast_object(outputs)
         exchange = cluster.exchange()
         kind = "the outputs of the model's layers"
-        found = gather(exchange, kind, lambda: (bool(_differing(outputs, expected)), is_coupled))
+        found = gather(exchange, kind, lambda: (bool(_differing(outputs, expected)), coupled))
+        if when := next((when for _, when in found if when), ""):
+            refuse_coupled_rows(model, when)
         if not any(differs for differs, _ in found):
-            if any(couples for _, couples in found):
-                refuse_coupled_rows(model)
             return
         again = _layer_outputs(model, rows)
         repeatable = _repeatable(outputs, again)

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 from keras import tree
@@ -35,6 +34,7 @@ from hvdkit.collectives.tensors import grouped_allreduce
 from hvdkit.errors import HvdkitError, describe, see
 from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.keras.model_optimizers import optimizers_of
+from hvdkit.keras.random_layers import random_layers_in_inference
 from hvdkit.keras.rank_functions import projections_of
 from hvdkit.keras.rank_state import recurrent_states, state_of
 from hvdkit.keras.source_checks import is_of_library
@@ -52,7 +52,6 @@ _SAMPLES = 256  # values of a gradient that are compared; projections cover the 
 _TOLERANCE = 1e-4  # relative, of float32 on CPUs
 _GPU_TOLERANCE = 5e-3  # of TensorFloat-32
 _HALF_TOLERANCE = 5e-2
-_INFERENCE = ("keras.src.layers.regularization.", "keras.src.layers.preprocessing.", "keras.src.layers.rnn.")
 
 
 @dataclass
@@ -273,9 +272,7 @@ class StepScope:
         for metric in {id(each): each for each in [*model.metrics, *self._metrics]}.values():
             stack.enter_context(swap_attributes(metric, update_state=updated(metric)))
         stack.enter_context(swap_attributes(model, compute_metrics=lambda *_, **__: {}))
-        for layer in model._flatten_layers(include_self=False):
-            if type(layer).__module__.startswith(_INFERENCE) or isinstance(layer, keras.layers.BatchNormalization):
-                stack.enter_context(swap_attributes(layer, call=_as_in_inference(layer.call)))
+        stack.enter_context(random_layers_in_inference(model._flatten_layers(include_self=False)))
 
     def _variables(self) -> list[Any]:
         untracked = [each.variable for each in state_of(self._model)]
@@ -324,13 +321,6 @@ def has_own_activity_regularizer(layer: Any) -> bool:
     """Return True if a layer has an activity regularizer that is not Keras's."""
     regularizer = getattr(layer, "activity_regularizer", None)  # an object of a class, or a function
     return regularizer is not None and not str(regularizer.__module__).startswith(("keras.", "hvdkit."))
-
-
-def _as_in_inference(call: Callable[..., Any]) -> Callable[..., Any]:
-    def infer(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **{**kwargs, "training": False} if "training" in kwargs else kwargs)
-
-    return infer
 
 
 def _scope(whole: np.ndarray, parts: list[np.ndarray], weights: tuple[float, float], tolerance: float) -> int:

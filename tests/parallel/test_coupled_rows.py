@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.as_one import line, plain, ported, raises_on_several, same_logs, same_weights
+from helpers.as_one import compare, line, plain, ported, raises_on_several, same_logs, same_weights
 
 import hvdkit as hk
 
@@ -44,6 +44,44 @@ class BatchDeviation(layers.Layer):
         return ops.concatenate([x, deviation], axis=1)
 
 
+class OwnBatchNorm(layers.Layer):
+    """Normalizes by the batch in training, and by averages otherwise."""
+
+    def build(self, shape):
+        self.mean = self.add_weight(shape=shape[-1:], initializer="zeros", trainable=False)
+
+    def call(self, x, training=None):
+        if not training:
+            return x - self.mean
+        mean = ops.mean(x, axis=0)
+        self.mean.assign(0.9 * self.mean + 0.1 * mean)
+        return x - mean
+
+
+class OwnDropout(layers.Layer):
+    def call(self, x, training=None):
+        return tf.nn.dropout(x, 0.5) if training else x
+
+
+class OwnBlock(layers.Layer):
+    """A layer that passes ``training`` on, and one that changes its own kernel in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = layers.Dense(4)
+        self.normalization = layers.SpectralNormalization(layers.Dense(4))
+        self.dropout = layers.Dropout(0.5)
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(4, 4))
+
+    def call(self, x, training=None):
+        if training:
+            self.kernel.assign(self.kernel / ops.norm(self.kernel))
+        x = self.dropout(self.inner(x), training=training)
+        return self.normalization(x, training=training) @ self.kernel
+
+
 class OfAllRanks(layers.Layer):
     """Subtracts the mean of the global batch."""
 
@@ -71,7 +109,7 @@ def functional():
 
 
 @pytest.mark.ranks(1, 2, 3)
-@pytest.mark.parametrize("layer", [Centered, AcrossRows, Running, BatchDeviation])
+@pytest.mark.parametrize("layer", [Centered, AcrossRows, Running, BatchDeviation, OwnBatchNorm])
 def test_layers_that_compare_rows_are_an_error_before_the_second_step(rng, layer):
     """Arrays before the first step, datasets after it."""
     x, y = line(rng, 24)
@@ -109,6 +147,17 @@ def test_the_remedies_train(rng):
     assert np.isfinite(hk.evaluate(model, x, y, verbose=0)).all()
 
 
+def test_nothing_remains_of_the_test(rng):
+    """A layer that changes its weights in training has those of plain fit."""
+
+    def build():
+        block = OwnBlock()
+        block.dropout = layers.Dropout(0.0)
+        return with_layer(block)
+
+    compare(build, *line(rng), batch_size=8, epochs=2)
+
+
 def test_models_that_compute_each_row_alone_train(rng, size):
     """Normalizations, random layers, cells, attention, 16-bit outputs, one row per rank, and rows that are equal."""
     x, y = line(rng, 24)
@@ -116,8 +165,8 @@ def test_models_that_compute_each_row_alone_train(rng, size):
     several = layers.Lambda(lambda x: attention(x, x))
     for inner in (
         [layers.BatchNormalization(synchronized=True), layers.Dropout(0.5)],
-        [layers.LayerNormalization(), layers.GroupNormalization(2), layers.UnitNormalization()],
-        [layers.GaussianNoise(0.1), Sampling()],
+        [layers.LayerNormalization(), layers.GroupNormalization(2), layers.UnitNormalization(), OwnBlock()],
+        [layers.GaussianNoise(0.1), Sampling(), OwnDropout()],
         [layers.Reshape((4, 1)), layers.LSTM(3)],
         [layers.Reshape((4, 1)), several, layers.Flatten()],
     ):
