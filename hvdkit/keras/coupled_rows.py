@@ -27,7 +27,7 @@ _TOLERANCE = 1e-4  # of the largest magnitude
 _HALF_TOLERANCE = 2e-2  # of 16-bit outputs
 
 
-def couples_rows(model: Any, rows: Any) -> str:
+def couples_rows(model: Any, rows: Any, *, trains: bool) -> str:
     """Return when the outputs of a row change with the other rows: "in inference", "in training", or "" for never.
 
     The first row keeps its outputs if all others become copies of it, and so does the last; the batch keeps its size.
@@ -38,6 +38,7 @@ def couples_rows(model: Any, rows: Any) -> str:
     Args:
         model: a built Keras model.
         rows: a few rows of inputs, tensors with the batch as their first axis.
+        trains: whether the model is trained, and not only evaluated.
     """
     if type(model).call is keras.Model.call or not (number := _number_of_rows(rows)):
         return ""
@@ -45,10 +46,8 @@ def couples_rows(model: Any, rows: Any) -> str:
     if any(holding_of(v) is not None for v in model.variables):
         return ""
     own = [layer for layer in layers if not is_of_library(type(layer))]
-    with (
-        contextlib.ExitStack() as stack,
-        contextlib.suppress(Exception),
-    ):  # e.g. a collective, a layer for training only
+    # A model may call a collective, or have a layer for training only.
+    with contextlib.ExitStack() as stack, contextlib.suppress(Exception):
         for layer in layers:
             if isinstance(layer, keras.layers.RNN):
                 stack.enter_context(swap_attributes(layer, call=in_graph(layer.call)))
@@ -57,7 +56,7 @@ def couples_rows(model: Any, rows: Any) -> str:
         warnings.simplefilter("ignore")
         if _changes(functools.partial(model, training=False), rows, number):
             return "in inference"
-        if any("training" in inspect.signature(layer.call).parameters for layer in own):
+        if trains and any("training" in inspect.signature(layer.call).parameters for layer in own):
             stack.enter_context(random_layers_in_inference(layers))
             weights = values_of(v for layer in own for v in layer._trainable_variables)  # e.g. of a spectral norm
             stack.callback(lambda: [variable.assign(value) for variable, value in weights])

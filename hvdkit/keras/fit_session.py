@@ -135,6 +135,7 @@ class FitSession:
         self.metric_combiner = MetricCombiner(model, lambda: float(self.steps.last_factor.numpy()))
         self.metric_checks = MetricChecks(model, self.steps.loss_scopes)
         self._is_compared = False
+        self._has_compared_training = False  # or is about to
         self._first_rows: FirstRows | None = FirstRows() if cluster.size() > 1 else None  # None: functions are compared
         self._inactive: dict[str, Any] = {}  # the attributes that the model does not have now
 
@@ -351,19 +352,22 @@ class FitSession:
 
         return wrapped_step
 
-    def compare_functions_before(self, data: Shares | None) -> None:
+    def compare_functions_before(self, data: Shares | None, *, trains: bool = False) -> None:
         """Compare what the ranks' models compute, before the first batch is read. Every rank must call it.
 
         If the data are not arrays, models with known inputs compute made-up rows, and all models are compared after the
-        first batch. It does nothing after the first comparison.
+        first batch. It does nothing after the first comparison, or the first one of a model that trains.
         """
+        if trains and not self._has_compared_training and cluster.size() > 1:
+            self._has_compared_training = True
+            self._first_rows = self._first_rows or FirstRows()
         if self._first_rows is None:
             return
         number = broadcast_object(rows_to_compare(self.model))  # a Sequential is built with the rows of a rank's batch
         rows = data.first_inputs(number) if isinstance(data, ArrayShares) else None
         if self._is_complete_on_all_ranks():
             self._first_rows = None if rows is not None else self._first_rows
-            compare_functions(self.model, rows, tests_rows=self.steps.has_checked_steps())
+            self._compare_functions(rows)
 
     def _is_complete_on_all_ranks(self) -> bool:
         return all(gather(cluster.exchange(), "whether the model is built", lambda: is_complete(self.model)))
@@ -375,7 +379,12 @@ class FitSession:
             self._first_rows = None
             rows = first_rows.broadcast()
             if self._is_complete_on_all_ranks():
-                compare_functions(self.model, rows, tests_rows=self.steps.has_checked_steps(), is_reading=True)
+                self._compare_functions(rows, is_reading=True)
+
+    def _compare_functions(self, rows: Any, *, is_reading: bool = False) -> None:
+        tests_rows = self.steps.has_checked_steps()
+        trains = self._has_compared_training
+        compare_functions(self.model, rows, tests_rows=tests_rows, trains=trains, is_reading=is_reading)
 
     def _metrics_at_end(self, logs: Any) -> Any:
         """Replace ``_get_metrics_result_or_logs``, which Keras calls after an epoch or an evaluation."""

@@ -234,7 +234,7 @@ class CallbackList(keras.callbacks.CallbackList):
             self._call("on_train_begin", logs)
             self._session.broadcast_built(self._data)
         self._data.begin_training(model._initial_epoch)
-        self._session.compare_functions_before(self._data)
+        self._session.compare_functions_before(self._data, trains=True)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Call the callbacks; the first batch of the epoch will be compared."""

@@ -125,13 +125,14 @@ def rows_to_compare(model: Any) -> int:
     return next(fixed, ROWS)
 
 
-def compare_functions(model: Any, rows: Any, *, tests_rows: bool, is_reading: bool = False) -> None:
+def compare_functions(model: Any, rows: Any, *, tests_rows: bool, trains: bool, is_reading: bool = False) -> None:
     """Compare what the ranks' models compute. Every rank must call it; variables and seeds are unchanged.
 
     Args:
         model: a built Keras model.
         rows: a few rows of inputs, equal on all ranks; None to make them up, for models with known inputs.
         tests_rows: whether a model that compares the rows of a batch is an error.
+        trains: whether the model is trained, and not only evaluated.
         is_reading: whether other threads read data, and may use Python's and NumPy's generators.
 
     Raises:
@@ -139,7 +140,7 @@ def compare_functions(model: Any, rows: Any, *, tests_rows: bool, is_reading: bo
         HvdkitError: what the model computes for a row depends on the other rows of its batch.
     """
     with unchanged(model, generators=not is_reading):
-        coupled = couples_rows(model, rows) if tests_rows and rows is not None else ""
+        coupled = couples_rows(model, rows, trains=trains) if tests_rows and rows is not None else ""
         outputs = _layer_outputs(model, rows)
         expected = broadcast_object(outputs)
         exchange = cluster.exchange()

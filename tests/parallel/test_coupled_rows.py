@@ -131,6 +131,10 @@ def test_functional_models_evaluation_and_prediction(rng):
         hk.evaluate(with_layer(Centered()), x, y, verbose=0)
     with raises_on_several(hk.HvdkitError, MATCH):
         hk.predict(with_layer(Centered()), x, verbose=0)
+    only_in_training = with_layer(OwnBatchNorm())
+    assert np.isfinite(hk.evaluate(only_in_training, x, y, verbose=0))
+    with raises_on_several(hk.HvdkitError, "other rows of its batch in training"):
+        hk.fit(only_in_training, x, y, batch_size=8, verbose=0)
 
 
 def test_the_remedies_train(rng):
