@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from hvdkit.errors import CheckpointError, CorruptCheckpointError
+from hvdkit.errors import CheckpointError, CorruptCheckpointError, describe
 from hvdkit.machine.replacing import replaced, sync
 
 _REMEDIES = {
@@ -25,6 +26,7 @@ _REMEDIES = {
     errno.ENOTDIR: "a part of the path is a file: pass a folder",
     errno.ENAMETOOLONG: "use shorter names",
 }
+_URL = re.compile(r"[a-zA-Z][\w+.-]+:/")  # Path makes gs:/ of gs://
 # Errors of this process or host, not of a file.
 _SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _KINDS = {
@@ -34,6 +36,19 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+
+
+def local_path(path: str | Path, argument: str) -> Path:
+    """Return a path of a file system.
+
+    Raises:
+        ValueError: it is a URL, of which a local folder such as ``gs:`` would be made.
+    """
+    if _URL.match(str(path)):
+        expected = "a folder of a file system that all hosts share"
+        remedy = "mount the store on every host (gcsfuse, mountpoint-s3, blobfuse), or copy the folder after the run"
+        raise ValueError(describe(argument, str(path), expected, remedy))
+    return Path(path)
 
 
 @contextlib.contextmanager

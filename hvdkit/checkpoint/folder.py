@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 
 from hvdkit.checkpoint.bounds import NOTE_BYTES
-from hvdkit.checkpoint.files import checkpoint_errors, open_regular, read_errors, remove_folder, write_text
+from hvdkit.checkpoint.files import checkpoint_errors, local_path, open_regular, read_errors, remove_folder, write_text
 from hvdkit.checkpoint.manifest import NAME, Manifest, step_of
 from hvdkit.errors import CheckpointError, describe, printable
 from hvdkit.machine.replacing import sync
@@ -125,7 +125,7 @@ def latest(folder: str | Path) -> Path | None:
         >>> hk.checkpoint.latest("runs/no-such-run") is None
         True
     """
-    folder = Path(folder)
+    folder = local_path(folder, "folder")
     inner = folder / "checkpoints"
     candidates = list_checkpoints(inner if inner.is_dir() else folder)
     return next((path for path in reversed(candidates) if is_good(path)), None)

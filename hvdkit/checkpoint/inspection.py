@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hvdkit.checkpoint.files import local_path
 from hvdkit.checkpoint.folder import find_damage, latest, list_checkpoints
 from hvdkit.checkpoint.manifest import NAME, Manifest, TensorEntry, step_of
 from hvdkit.checkpoint.reading import Reader
@@ -177,7 +178,7 @@ def inspect(path: str | Path) -> Inspection | Listing:
         checkpoint      step  ranks  bytes  created                    state
         step-000000100   100      ...  176 B  ...  whole
     """
-    path = Path(path)
+    path = local_path(path, "path")
     checkpoints = checkpoints_at(path)
     if checkpoints == [path]:
         return _inspect_one(path)

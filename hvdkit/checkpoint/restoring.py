@@ -13,6 +13,7 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.checkpoint.chief_io import receive_parts, send_parts
 from hvdkit.checkpoint.entries import State, StateTensor
+from hvdkit.checkpoint.files import local_path
 from hvdkit.checkpoint.folder import clear_damage, record_damage
 from hvdkit.checkpoint.manifest import NAME, Manifest, shard_name
 from hvdkit.checkpoint.matching import match
@@ -55,7 +56,7 @@ def restore(path: str | Path, into: Mapping[str, Any], *, gather: bool = False) 
         >>> restored["step"], model.layers[0].kernel.numpy().sum().item()
         (100, 8.0)
     """
-    path = Path(path)
+    path = local_path(path, "path")
     try:
         opened = open_checkpoint(path, into, gather=gather)
         names = match(opened.manifest, opened.state, path)  # equal on all ranks, like the error

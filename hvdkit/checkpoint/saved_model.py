@@ -13,7 +13,7 @@ import keras
 
 from hvdkit import cluster
 from hvdkit.checkpoint.export import check_target
-from hvdkit.checkpoint.files import checkpoint_errors, remove_folder
+from hvdkit.checkpoint.files import checkpoint_errors, local_path, remove_folder
 from hvdkit.checkpoint.inspection import newest_at
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.matching import match
@@ -68,8 +68,8 @@ def export_saved_model(
         >>> served.serve(tf.ones([3, 4])).shape
         TensorShape([3, 2])
     """
-    path = newest_at(Path(path))
-    directory = Path(directory)
+    path = newest_at(local_path(path, "path"))
+    directory = local_path(directory, "directory")
     check_target(directory, overwrite)
     with cluster.alone():
         whole = model if isinstance(model, keras.layers.Layer) or not callable(model) else model()

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from hvdkit import cluster
 from hvdkit.checkpoint.chief_io import ThroughChief
 from hvdkit.checkpoint.entries import State
+from hvdkit.checkpoint.files import local_path
 from hvdkit.checkpoint.folder import check_replaceable, tidy
 from hvdkit.checkpoint.manifest import step_of
 from hvdkit.checkpoint.rank_checks import agreed_state, check_shared
@@ -65,7 +66,7 @@ def save(path: str | Path, state: Mapping[str, Any], *, step: int | None = None,
         >>> len(hk.checkpoint.inspect(path).variables)  # 2 of the model; 2 per variable and 2 of Adam
         8
     """
-    path = Path(path)
+    path = local_path(path, "path")
     flattened = agreed_state(state)
     if step is None:
         number = re.search(r"([0-9]{1,18})$", path.name)

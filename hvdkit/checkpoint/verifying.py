@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hvdkit.checkpoint.files import local_path
 from hvdkit.checkpoint.folder import clear_damage, record_damage
 from hvdkit.checkpoint.inspection import checkpoints_at, format_bytes
 from hvdkit.checkpoint.manifest import NAME, Manifest, Part
@@ -74,7 +75,7 @@ def verify(path: str | Path, *, progress: Progress = lambda _: None) -> Verified
     """
     all_problems: list[CheckpointError] = []
     total = VerifiedCounts()
-    for checkpoint in checkpoints_at(Path(path)):
+    for checkpoint in checkpoints_at(local_path(path, "path")):
         try:
             verifier = _Verifier(checkpoint, Manifest.parse(checkpoint, check_parts=False), progress)
         except CheckpointError as error:
@@ -96,7 +97,7 @@ def verify(path: str | Path, *, progress: Progress = lambda _: None) -> Verified
 def bytes_to_verify(path: str | Path) -> int:
     """Return the number of bytes that :func:`verify` will report to ``progress`` if nothing is damaged."""
     total = 0
-    for checkpoint in checkpoints_at(Path(path)):
+    for checkpoint in checkpoints_at(local_path(path, "path")):
         with contextlib.suppress(CheckpointError):  # verify reports it
             for tensor in Manifest.parse(checkpoint).variables.values():
                 elements = sum(math.prod(part.shape_of(tensor)) for part in tensor.parts)

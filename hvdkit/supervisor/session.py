@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdkit import cluster
+from hvdkit.checkpoint.files import local_path
 from hvdkit.checkpoint.rank_checks import agreed_state, run_on_chief
 from hvdkit.cluster.agreement import gather, run_on_all_ranks
 from hvdkit.cluster.logs import get_logger
@@ -152,7 +153,7 @@ class Supervisor:
         check_seconds("save_model_secs", save_model_secs)
         switches = {"asynchronous": asynchronous, "gather": gather, "stop_on_nonfinite": stop_on_nonfinite}
         self._options = {**counts, **intervals, "save_model_secs": save_model_secs, **switches}
-        self.logdir = Path(logdir)
+        self.logdir = local_path(logdir, "logdir")
         self.restored_from: Path | None = None
         self._folder = self.logdir / "checkpoints"
         self._data = data

@@ -24,7 +24,7 @@ from tensorboard.plugins.histogram import metadata as histogram_metadata
 from tensorboard.plugins.image import metadata as image_metadata
 from tensorboard.util.tensor_util import make_tensor_proto
 
-from hvdkit.checkpoint.files import checkpoint_errors, open_regular, regular_size, remedy_of
+from hvdkit.checkpoint.files import checkpoint_errors, local_path, open_regular, regular_size, remedy_of
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import CheckpointError, describe
 from hvdkit.machine.replacing import replaced, sync
@@ -77,7 +77,7 @@ class Summaries(contextlib.AbstractContextManager["Summaries"]):
     # computes checksums in Python and gets errors in a thread.
 
     def __init__(self, folder: str | Path, *, resume_at: int | None = None) -> None:
-        folder = Path(folder)
+        folder = local_path(folder, "folder")
         with _file_errors(folder, "written"):
             folder.mkdir(parents=True, exist_ok=True)
         if resume_at is not None:
