@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdkit import cluster
+from hvdkit.checkpoint.files import local_path
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.keras.fit_session import is_running
@@ -78,7 +79,7 @@ class SupervisorCallback(CheckedCallback):
     ):
         super().__init__()
         self.supervisor: Supervisor | None = None
-        self._logdir = logdir
+        self._logdir = local_path(logdir, "logdir")
         self._until = until
         self._data = data
         self._options = options

@@ -12,6 +12,8 @@ coordinator ends the job and writes the last line. The modules, in reading order
     hang.py            pure: finds the rank that holds up a hanging job
     coordinator.py     receives the sentinels' reports, decides when the job has failed
     member.py          the coordinator's state for one rank
+    silent_ranks.py    ranks that do not answer, or are stopped
+    hung_ranks.py      ranks that have been idle for too long
     left_behind.py     reports ranks that wait long, finds ranks that left by a caught exception
     leaving.py         ranks that end before others, and when each may end
     job_end.py         ends a failed job, step by step

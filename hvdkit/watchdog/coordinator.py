@@ -6,7 +6,6 @@ the number of ranks; ``benchmarks/control_plane.py`` measures it.
 
 from __future__ import annotations
 
-import math
 import selectors
 import signal
 import socket
@@ -14,17 +13,15 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, takewhile
+from itertools import chain
 
 from hvdkit.machine import processes
-from hvdkit.watchdog import hang
 from hvdkit.watchdog.channel import NO_ANSWER, Closed, Output, Peer, Server
 from hvdkit.watchdog.events import (
     End,
     Exited,
     Failed,
     Flight,
-    GiveStacks,
     Joined,
     Leaving,
     Message,
@@ -39,13 +36,15 @@ from hvdkit.watchdog.events import (
     Welcome,
     WriteLine,
 )
-from hvdkit.watchdog.job_end import TEXTS, JobEnd
+from hvdkit.watchdog.hung_ranks import HungRanks
+from hvdkit.watchdog.job_end import JobEnd
 from hvdkit.watchdog.leaving import LEAVE_SECONDS, LeavingRanks
 from hvdkit.watchdog.left_behind import LeftBehind
 from hvdkit.watchdog.lines import Lines
 from hvdkit.watchdog.member import Member, broadcast
 from hvdkit.watchdog.settings import WatchdogSettings
-from hvdkit.watchdog.verdict import PREEMPTED, Alive, Judged, Lost, RankEvent, Verdict, verdict
+from hvdkit.watchdog.silent_ranks import SilentRanks, state_here
+from hvdkit.watchdog.verdict import PREEMPTED, Alive, Blame, Judged, Lost, RankEvent, Verdict, verdict
 from hvdkit.watchdog.waits import Waits
 
 # Seconds to collect failures before a verdict: nearly simultaneous ones are compared to find the first.
@@ -56,13 +55,6 @@ _OTHERS_SECONDS = 1.0
 _REPLACE_SECONDS = 5.0
 # The same for a rank of this host whose process is alive: on a busy host, starting a process takes long.
 _REPLACE_HERE_SECONDS = 60.0
-# Limits for a silent sentinel, in heartbeats: on this host, where the kernel knows whether the rank is stopped, and on
-# another one that still acknowledges packets: there, the sentinel may be waiting for a core, for memory or for a disk.
-_SILENT_HERE_FACTOR = 1.5
-_SILENT_FACTOR = 6
-# Limit for ranks that wait for a working rank, e.g. for a download on the chief; a multiple of the watchdog's limit.
-_WAITING_FACTOR = 6
-_STACKS_SECONDS = 3.0
 # Seconds after the deadline for sentinels to report that their ranks have ended.
 _REPORT_END_SECONDS = 12.0
 _TICK_SECONDS = 0.5
@@ -121,13 +113,10 @@ class Coordinator:
         self._running: OrderedDict[int, Member] = OrderedDict()
         self._lost_ranks: set[int] = set()  # ranks whose sentinel is gone and may be replaced
         self._leaving = LeavingRanks(self._running, self._record)
-        self._stopped_ranks: set[int] = set()
-        self._suspended_at = 0.0  # when all ranks were last seen stopped
+        self._silent = SilentRanks(self._running, settings)
+        self._hung = HungRanks(self._running, settings.patience, lines)
         self._events: dict[int, list[RankEvent]] = defaultdict(list)
         self._decision_due: float | None = None
-        self._longest_idle: int | None = None  # the rank that has been idle longest, and longer than allowed
-        self._hung_rank: int | None = None  # the one for which stacks have been requested
-        self._stacks_due: float | None = None
         self._waits = Waits(lambda rank: self.members[rank].last_heard)
         self._ticked_at = time.monotonic()
         self._left_behind = LeftBehind(self._running)
@@ -237,15 +226,11 @@ class Coordinator:
         member.status = status
         member.status_at = now
         member.clock_difference = min(member.clock_difference, now - status.now)
-        (self._stopped_ranks.discard if status.stopped is None else self._stopped_ranks.add)(member.rank)
+        self._silent.note(member)
         self._waits.replace(member.rank, member.waits, now)
         member.raised = member.raised if status.has_raised else None
         self._left_behind.note(member, now)
-        patience = self.settings.patience
-        if patience and (status.is_late or status.idle > patience) and member.is_running:
-            longest = None if self._longest_idle is None else self.members[self._longest_idle].status
-            if longest is None or (not longest.is_late, longest.idle) < (not status.is_late, status.idle):
-                self._longest_idle = member.rank
+        self._hung.note(member)
 
     def _handle_exit(self, member: Member, message: Exited, now: float) -> None:
         member.exited = message
@@ -271,7 +256,7 @@ class Coordinator:
         self._lose(member, now, is_silent=number in NO_ANSWER)
         if member.is_silent:
             why = f"has not answered for {now - member.last_heard:.0f} s: its host is down, or the network is cut"
-            self._blame(member, Judged(cause=why, dead=True), member.last_heard)
+            self._blame(Blame(member.rank, Judged(cause=why, dead=True), member.last_heard))
         elif self._under_run:
             self._blame_lost(member)
         else:
@@ -287,7 +272,7 @@ class Coordinator:
         self._running.pop(member.rank, None)
         self._leaving.has_stopped(member)
         self._left_behind.has_stopped(member)
-        self._stopped_ranks.discard(member.rank)
+        self._silent.has_ended(member)
 
     def _lose(self, member: Member, now: float, *, is_silent: bool) -> None:
         member.lost_at = now
@@ -323,7 +308,7 @@ class Coordinator:
         self._ticked_at = now
         if elapsed > max(2.0, self.settings.heartbeat / 2):  # this process itself was stopped and has resumed
             self.server.extend_deadlines(elapsed)
-            self._postpone_silence(elapsed)
+            self._silent.postpone(elapsed)
         self.server.close_unauthenticated(now)
         if self._give_up_at is not None and now >= self._give_up_at:
             self._give_up_at = None
@@ -337,144 +322,41 @@ class Coordinator:
             return
         for rank in list(self._lost_ranks):
             member = self.members[rank]
-            limit = _REPLACE_HERE_SECONDS if self._state_here(member) else _REPLACE_SECONDS
+            limit = _REPLACE_HERE_SECONDS if state_here(member) else _REPLACE_SECONDS
             if now - (member.lost_at or now) > limit:
                 self._blame_lost(member)
-        self._check_silent(now)
-        self._check_stopped(now)
-        self._check_hung(now)
+        for blame in self._silent.silent(now):
+            self._give_up(self.members[blame.rank], now)  # the end of the job does not wait for it
+            self._blame(blame)
+        for blame in self._silent.stopped(now):
+            self._blame(blame)
+        has_all = len(self.members) == self._size and not self._lost_ranks
+        if (hung := self._hung.check(now, has_all=has_all)) is not None:
+            self._blame(hung)
         if self._decision_due is None and self.settings.patience:
             self._check_left_behind(now)
         if self._decision_due is None and (difference := self._waits.difference(self._running.keys(), now)) is not None:
-            self._blame(self.members[difference.rank], Judged(cause=difference.cause), now)
+            self._blame(Blame(difference.rank, Judged(cause=difference.cause), now))
         if self._decision_due is not None and now >= self._decision_due:
             self._decision_due = None
             self._decide(now)
-
-    def _postpone_silence(self, seconds: float) -> None:
-        for member in self._running.values():
-            member.last_heard += seconds
-
-    def _check_silent(self, now: float) -> None:
-        limit = self.settings.heartbeat
-        if not limit or not self._running:
-            return
-        # A job that was suspended together with its sentinels will resume. The kernel reports hosts that are down.
-        shortest_silence = now - next(reversed(self._running.values())).last_heard
-        if shortest_silence > limit:
-            self._postpone_silence(shortest_silence)
-        for member in list(takewhile(lambda one: now - one.last_heard > limit, self._running.values())):
-            silent = now - member.last_heard
-            if member.peer is None or self._state_here(member) not in ("", "T"):
-                continue
-            if silent > self._longest_silence(member) or member.peer.connection.is_cut_off(limit / 2):
-                self._give_up(member, now)  # the end of the job does not wait for it
-                why = f"has not answered for {silent:.0f} s: its host is cut off, or it was stopped with its sentinel"
-                self._blame(member, Judged(cause=why, dead=True), member.last_heard)
-
-    def _longest_silence(self, member: Member) -> float:
-        limit = self.settings.heartbeat
-        if self._is_here(member):
-            return _SILENT_HERE_FACTOR * limit
-        # Less than the limit for hangs, which would blame a rank that waits for the silent one.
-        patience = self.settings.patience or math.inf
-        return max(_SILENT_HERE_FACTOR * limit, min(_SILENT_FACTOR * limit, patience / 2))
-
-    @staticmethod
-    def _is_here(member: Member) -> bool:
-        return member.joined.place == processes.place()
-
-    @classmethod
-    def _state_here(cls, member: Member) -> str:
-        """Return the state of a rank's process, one letter, if it lives on this host; otherwise "".
-
-        Silence of such a rank's sentinel means that the sentinel gets no core, because the kernel reports its end.
-        """
-        if member.pid is None or not cls._is_here(member):
-            return ""
-        process = processes.stat(member.pid)
-        return "" if process is None or process.state in "ZX" else process.state
-
-    def _check_stopped(self, now: float) -> None:
-        """Blame a rank that is stopped while others run. A job that is suspended as a whole will resume."""
-        if not self._stopped_ranks or not self.settings.heartbeat:
-            return
-        if self._stopped_ranks >= self._running.keys():
-            self._suspended_at = now
-            return
-        for rank in sorted(self._stopped_ranks):
-            member = self.members[rank]
-            seconds = (member.status.stopped or 0.0) + now - member.last_heard
-            # The ranks of a suspended job resume one after another.
-            if min(seconds, now - self._suspended_at) > self.settings.heartbeat:
-                why = f"has been stopped (SIGSTOP) for {seconds:.0f} s"
-                self._blame(member, Judged(cause=why, code=137, dead=True, busy=member.status.busy), now - seconds)
-
-    def _check_hung(self, now: float) -> None:
-        """Request all stacks if a rank has been idle for too long, unless it may be waiting for a working rank."""
-        if self._stacks_due is not None:
-            if now >= self._stacks_due or all(member.stacks is not None for member in self._running.values()):
-                self._stacks_due = None
-                rank = self._hung_rank
-                if rank is not None and self._is_hung(rank):  # it may have gone on, or ended, meanwhile
-                    self._blame_hung(rank, now)
-            return
-        rank = self._longest_idle
-        self._longest_idle = None
-        if rank is not None and self._is_hung(rank):
-            self._hung_rank = rank
-            self._stacks_due = now + _STACKS_SECONDS
-            for member in self._running.values():
-                member.stacks = None
-                member.send(GiveStacks())
-
-    def _is_hung(self, rank: int) -> bool:
-        """Return True if a rank has been idle for too long, and no rank works that it may be waiting for."""
-        if rank not in self._running:
-            return False
-        patience = self.settings.patience
-        longest = self.members[rank].status
-        running = self._running.values()
-        is_long = not longest.is_late and longest.idle > _WAITING_FACTOR * patience
-        has_all = len(self.members) == self._size and not self._lost_ranks
-        if not is_long and (has_all or not longest.is_late):
-            is_long = all(member.status.is_late or member.status.idle > patience for member in running)
-        return is_long and not any(member.status.busy for member in running)
 
     def _check_left_behind(self, now: float) -> None:
         """Blame a rank that has left the others by an exception; report waits that last long."""
         if (left := self._left_behind.by_exception(now)) is not None:
             if left.text:
                 self._lines.line(left.text)
-            self._blame(left.member, Judged(cause=left.cause), left.member.raised_at)
+            self._blame(Blame(left.member.rank, Judged(cause=left.cause), left.member.raised_at))
             return
         for rank, line in self._left_behind.report(now):
             self.members[rank].send(WriteLine(text=line))
 
-    def _blame_hung(self, rank: int, now: float) -> None:
-        """Blame the rank that is furthest behind: the others wait for it, ``rank`` for the longest time."""
-        stacks = {rank: member.stacks for rank, member in self._running.items() if member.stacks is not None}
-        status = {rank: member.status for rank, member in self._running.items()}
-        longest = self.members[rank]
-        culprit = hang.furthest_behind(status, stacks, longest.rank)
-        idle = longest.status.idle
-        where = f" ({stacks[culprit].where})" if culprit in stacks and stacks[culprit].where else ""
-        shown = sorted(stacks, key=lambda rank: (rank != culprit, rank))[:TEXTS]
-        texts = hang.texts({rank: stacks[rank] for rank in shown})
-        if len(stacks) > TEXTS:
-            texts.append(f"hvdkit: the stacks of {len(stacks) - TEXTS} more ranks are left out")
-        for text in texts:
-            self._lines.line(text)
-        whose = f"{TEXTS}" if len(stacks) > TEXTS else "all"
-        cause = f"no progress for {idle:.0f} s{where}; the stacks of {whose} ranks are above"
-        verb = "did not exit" if status[culprit].is_late else "hangs"
-        self._blame(self.members[culprit], Judged(cause=cause, verb=verb, dead=True), now - idle)
-
-    def _blame(self, member: Member, judged: Judged, since: float) -> None:
-        """Record that a rank cannot continue since this time, unless that is recorded already."""
-        if any(isinstance(one.event, Judged) for one in self._events[member.rank]):
+    def _blame(self, blame: Blame) -> None:
+        """Record that a rank cannot continue, unless that is recorded already."""
+        member = self.members[blame.rank]
+        if any(isinstance(one.event, Judged) for one in self._events[blame.rank]):
             return
-        self._record(member, replace(judged, step=self._steps_of(member)), since)
+        self._record(member, replace(blame.judged, step=self._steps_of(member)), blame.since)
         self._decide_at(time.monotonic())
 
     def _steps_of(self, member: Member) -> int | None:

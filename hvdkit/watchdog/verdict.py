@@ -7,6 +7,7 @@ import math
 import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hvdkit.watchdog.events import Exited, Failed, Leaving, Message, Training
 from hvdkit.watchdog.rank_texts import alike, tagged
@@ -42,6 +43,14 @@ class Judged(Failed):
     """
 
     dead: bool = False
+
+
+class Blame(NamedTuple):
+    """A rank that cannot continue: what has been found, and since when, in seconds of the coordinator's clock."""
+
+    rank: int
+    judged: Judged
+    since: float
 
 
 @dataclass(frozen=True)
