@@ -40,7 +40,7 @@ class Doctor:
     start (possibly with warnings), 1 if a problem prevents it.
 
     For example:
-        hvdkit doctor              all checks, for 4 ranks on this host
+        hvdkit doctor              all checks, for one rank per GPU or core
         hvdkit doctor -np 8        for 8 ranks
         hvdkit doctor --no-run     without starting ranks
         hvdkit doctor --json       for programs
@@ -49,8 +49,8 @@ class Doctor:
     See `hvdkit docs doctor`.
     """
 
-    np: Annotated[int, arg(aliases=["-np"])] = 4
-    """Number of ranks to start on this host."""
+    np: Annotated[int | None, arg(aliases=["-np"], help_behavior_hint="")] = None
+    """Number of ranks to start on this host; default: one per GPU, or per core without GPUs."""
     run: bool = True
     """Start two ranks with each launcher, and run one allreduce."""
     json: bool = False
@@ -62,7 +62,7 @@ class Doctor:
     """Seconds after which a probe or a start of ranks counts as hung; five times as many with --smoke."""
 
     def __post_init__(self) -> None:
-        if self.np < 1:
+        if self.np is not None and self.np < 1:
             raise ValueError(describe("np", self.np, "at least 1", "pass the ranks you want on this host"))
         if self.timeout <= 0:
             raise ValueError(describe("timeout", self.timeout, "more than 0 seconds", "leave it at 60"))

@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from hvdkit.machine.cores import available_cores
 from hvdkit.machine.environment import outside_a_job
 from hvdkit.machine.mpi import Mpi, MpiLauncher, find_mpirun, find_program, identify
 from hvdkit.machine.subprocesses import Outcome, end_all, run
@@ -86,7 +87,7 @@ class Facts:
         return mpi.major if mpi and mpi.vendor == "Open MPI" else None
 
 
-def gather(np: int, timeout: float) -> Facts:
+def gather(np: int | None, timeout: float) -> Facts:
     """Gather the facts, in about the time of importing TensorFlow."""
     with ThreadPoolExecutor() as pool:  # three processes at a time: they mostly wait for libraries to be read
         training = pool.submit(probe, ["tensorflow", "keras", "horovod", "mpi4py"], timeout)
@@ -98,8 +99,9 @@ def gather(np: int, timeout: float) -> Facts:
         except BaseException:
             end_all()  # otherwise, the pool would wait for its probes on Ctrl-C
             raise
+    tensorflow = training.result()["tensorflow"]
     return Facts(
-        np=np,
+        np=np or len(tensorflow.get("gpus", ())) or available_cores(),
         python=sys.version_info[:3],
         system=platform.system(),
         machine=platform.machine(),
