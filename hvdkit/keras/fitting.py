@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import keras
 from keras import tree
 
+from hvdkit import cluster
+from hvdkit.cluster.logs import get_logger
 from hvdkit.data import GlobalBatches
 from hvdkit.errors import describe
 from hvdkit.internals import array_slicing, data_adapter_utils
@@ -210,10 +212,10 @@ def _fit(
         return training_shares, validation_shares
 
     shares, validation_shares = prepare_data(call, build)
+    writers = (*WRITERS, SupervisorCallback)
     recorder = StepRecorder.from_environment()
     if recorder is not None:  # this program is checked: it ends after some steps, and writes no files
         logdir = None
-        writers = (*WRITERS, SupervisorCallback)
         others = [
             each for each in tree.flatten(callbacks or []) if not (isinstance(each, writers) or is_on_chief(each))
         ]
@@ -222,6 +224,8 @@ def _fit(
     may_gather = not any(each.has_whole_tensors for each in data)
     may_be_empty = shares.may_be_empty or (validation_shares is not None and validation_shares.may_be_empty)
     with contextlib.ExitStack() as stack:
+        if not any(isinstance(each, writers) for each in tree.flatten(callbacks or [])) and logdir is None:
+            stack.enter_context(_saying_that_nothing_is_saved())
         if recorder is not None:
             stack.enter_context(recorder.observing(model))
         session = FitSession.of(model, may_be_empty=may_be_empty, loss_scope=loss_scope, may_gather=may_gather)
@@ -248,6 +252,18 @@ def _fit(
             validation_steps=validation_steps,
             validation_freq=validation_freq,
         )
+
+
+@contextlib.contextmanager
+def _saying_that_nothing_is_saved() -> Iterator[None]:
+    """Log on the chief, if the user interrupts the training, that it cannot be continued."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if cluster.is_chief():
+            remedy = "hk.fit(logdir='runs/a') saves the run, and the same command continues it"
+            get_logger().warning("interrupted: nothing was saved; %s", remedy)
+        raise
 
 
 def _validating_by(model: keras.Model, arguments: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
