@@ -15,7 +15,7 @@ with ``fitting.py``; the other two calls follow the same steps:
     moved_weights.py    finds steps that move weights, or keep sums, by gradients of one rank's rows
     keras_callbacks.py  runs the user's callbacks, and compares their decisions between ranks
     metric_combiner.py  from the ranks' metric states to the logs of one process
-    rank_functions.py   compares what the ranks' models compute, before the first step
+    rank_functions.py   compares what the ranks' models compute; function_comparison.py says when
     coupled_rows.py     finds models whose output for a row depends on the other rows of its batch
     checking/           compares steps of all ranks with those of one process
 

@@ -14,14 +14,13 @@ from keras import tree
 from hvdkit import cluster
 from hvdkit.cluster.agreement import gather
 from hvdkit.cluster.logs import get_logger
-from hvdkit.collectives import broadcast_object
 from hvdkit.collectives.weak_registry import Attached
 from hvdkit.errors import ClusterError, HvdkitError, describe
-from hvdkit.keras.array_shares import ArrayShares
 from hvdkit.keras.atomic_saving import make_saving_atomic
 from hvdkit.keras.attribute_swap import exchange_attributes, swap_attributes
 from hvdkit.keras.chief_variables import VariableBroadcaster, build_before_tracing
 from hvdkit.keras.data_end import report_end_of_data
+from hvdkit.keras.function_comparison import FunctionComparison
 from hvdkit.keras.losses import check_loss
 from hvdkit.keras.metric_checks import MetricChecks
 from hvdkit.keras.metric_combiner import MetricCombiner
@@ -33,13 +32,12 @@ from hvdkit.keras.model_optimizers import (
     plain_optimizers_of,
 )
 from hvdkit.keras.own_methods import as_plain
-from hvdkit.keras.rank_functions import FirstRows, compare_functions, rows_to_compare
 from hvdkit.keras.rank_seeds import rank_seeds
 from hvdkit.keras.rank_state import compare_constants, compare_state, digests_of, state_of
 from hvdkit.keras.shares import Shares
 from hvdkit.keras.strategies import leave_strategy
 from hvdkit.keras.supervised_fit import end_supervision
-from hvdkit.keras.train_steps import ShareSteps, Step, is_complete
+from hvdkit.keras.train_steps import ShareSteps, Step
 from hvdkit.layers import average_moving_statistics, synchronize_batch_normalization
 from hvdkit.optimizer.equal_ranks import checked
 from hvdkit.sharding.shards import shard_of
@@ -54,8 +52,6 @@ _STEP_METHODS = ("train_step", "test_step", "predict_step")
 # Methods that train, whose gradients every rank has to send; and those that look up rows of sharded tables.
 _TRAINING_METHODS = ("fit", "train_on_batch")
 _LOOKUP_METHODS = ("evaluate", "predict", "test_on_batch", "predict_on_batch")
-
-
 # The name of a callback that runs on the chief only, while it runs.
 _ALONE: contextvars.ContextVar[str | None] = contextvars.ContextVar("alone", default=None)
 
@@ -110,6 +106,7 @@ class FitSession:
         steps: the model's steps.
         metric_combiner: combines the logs of the ranks.
         metric_checks: checks that metrics can be combined.
+        functions: compares what the ranks' models compute.
         loss_scope: of the steps.
         may_end_anywhere: whether the current data may end at different steps on different ranks.
     """
@@ -135,8 +132,7 @@ class FitSession:
         self.metric_combiner = MetricCombiner(model, lambda: float(self.steps.last_factor.numpy()))
         self.metric_checks = MetricChecks(model, self.steps.loss_scopes)
         self._is_compared = False
-        self._has_compared_training = False  # or is about to
-        self._first_rows: FirstRows | None = FirstRows() if cluster.size() > 1 else None  # None: functions are compared
+        self.functions = FunctionComparison(model, self.steps.has_checked_steps)
         self._inactive: dict[str, Any] = {}  # the attributes that the model does not have now
 
     @classmethod
@@ -345,46 +341,11 @@ class FitSession:
         untraced = _untraced(step)
 
         def wrapped_step(data: Any) -> Any:
-            if self._first_rows is not None:
-                self._first_rows.observe(data, rows_to_compare(self.model))
+            self.functions.observe(data)
             with rank_seeds(), self.metric_checks.testing_updates():
                 return untraced(data)
 
         return wrapped_step
-
-    def compare_functions_before(self, data: Shares | None, *, trains: bool = False) -> None:
-        """Compare what the ranks' models compute, before the first batch is read. Every rank must call it.
-
-        If the data are not arrays, models with known inputs compute made-up rows, and all models are compared after the
-        first batch. It does nothing after the first comparison, or the first one of a model that trains.
-        """
-        if trains and not self._has_compared_training and cluster.size() > 1:
-            self._has_compared_training = True
-            self._first_rows = self._first_rows or FirstRows()
-        if self._first_rows is None:
-            return
-        number = broadcast_object(rows_to_compare(self.model))  # a Sequential is built with the rows of a rank's batch
-        rows = data.first_inputs(number) if isinstance(data, ArrayShares) else None
-        if self._is_complete_on_all_ranks():
-            self._first_rows = None if rows is not None else self._first_rows
-            self._compare_functions(rows)
-
-    def _is_complete_on_all_ranks(self) -> bool:
-        return all(gather(cluster.exchange(), "whether the model is built", lambda: is_complete(self.model)))
-
-    def compare_functions_after(self) -> None:
-        """Compare what the ranks' models compute, after the first batch. Every rank must call it."""
-        if self._first_rows is not None:
-            first_rows = self._first_rows
-            self._first_rows = None
-            rows = first_rows.broadcast()
-            if self._is_complete_on_all_ranks():
-                self._compare_functions(rows, is_reading=True)
-
-    def _compare_functions(self, rows: Any, *, is_reading: bool = False) -> None:
-        tests_rows = self.steps.has_checked_steps()
-        trains = self._has_compared_training
-        compare_functions(self.model, rows, tests_rows=tests_rows, trains=trains, is_reading=is_reading)
 
     def _metrics_at_end(self, logs: Any) -> Any:
         """Replace ``_get_metrics_result_or_logs``, which Keras calls after an epoch or an evaluation."""

@@ -234,7 +234,7 @@ class CallbackList(keras.callbacks.CallbackList):
             self._call("on_train_begin", logs)
             self._session.broadcast_built(self._data)
         self._data.begin_training(model._initial_epoch)
-        self._session.compare_functions_before(self._data, trains=True)
+        self._session.functions.before(self._data, trains=True)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Call the callbacks; the first batch of the epoch will be compared."""
@@ -283,7 +283,7 @@ class CallbackList(keras.callbacks.CallbackList):
         self._session.may_end_anywhere = self._test_data is not None and self._test_data.may_end_anywhere
         self._on_begin()
         self._call_on_all_ranks("on_test_begin", logs)
-        self._session.compare_functions_before(self._test_data)
+        self._session.functions.before(self._test_data)
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Call the callbacks."""
@@ -313,7 +313,7 @@ class CallbackList(keras.callbacks.CallbackList):
         """Call the callbacks."""
         self._on_begin()
         self._call_on_all_ranks("on_predict_begin", logs)
-        self._session.compare_functions_before(self._data)
+        self._session.functions.before(self._data)
 
     def on_predict_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Call the callbacks."""
@@ -359,7 +359,7 @@ class CallbackList(keras.callbacks.CallbackList):
             )
         compare(digests, "x", remedy, show=lambda *_: ("a different first batch", "equal global batches"))
         self._session.steps.loss_scopes.decide([scopes for _, scopes in found])
-        self._session.compare_functions_after()
+        self._session.functions.after()
 
     def _compare_weights(self) -> None:
         """Compare weights after the first update; they differ if an optimizer does not combine gradients."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -15,7 +15,6 @@ from hvdkit.collectives import allreduce
 from hvdkit.collectives.batch_share import within_share
 from hvdkit.collectives.call_checks import attempt
 from hvdkit.collectives.conversion import graph_safe
-from hvdkit.collectives.graphs import refuse_xla
 from hvdkit.collectives.ops import Min, ReduceOp
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.optimizer.copies import Original, copy_of, subclass
@@ -24,8 +23,18 @@ from hvdkit.optimizer.element_partition import ElementPartition
 from hvdkit.optimizer.equal_ranks import compare_end, compare_start, warn_of_no_callback
 from hvdkit.optimizer.gradients import Gradient, PlacedGradients, place_gradients
 from hvdkit.optimizer.local_variables import register_local_variables
+from hvdkit.optimizer.optimizer_checks import (
+    check_elementwise,
+    check_for_parts,
+    check_norms,
+    check_overwritten,
+    prepare_gradients,
+    reject_unsupported,
+    too_late,
+    variables_of,
+)
 from hvdkit.optimizer.reduction import Reduction
-from hvdkit.optimizer.row_updates import ELEMENTWISE, rule_for, update_rows, updating_class
+from hvdkit.optimizer.row_updates import rule_for, update_rows
 from hvdkit.optimizer.slots import initialize_slot, register_slot, reset_reassigned_rows
 from hvdkit.optimizer.sparse import sum_duplicates
 from hvdkit.optimizer.tables import TableOptimizers, check_table_options
@@ -91,7 +100,7 @@ class DistributedMixin:
             TypeError: ``variable`` is not a variable.
         """
         if self.built:  # type: ignore[attr-defined]
-            raise ValueError(_too_late(variable_name(variable)))
+            raise ValueError(too_late(variable_name(variable)))
         register_local_variables([variable])
 
 
@@ -138,14 +147,14 @@ class CombiningMixin(DistributedMixin):
             if (holding := holding_of(variable)) is None:
                 continue
             if isinstance(holding, Local):
-                _check_norms(self, ("global_clipnorm",), "with local variables")  # all updates would differ by rank
-                _check_for_parts(self)
+                check_norms(self, ("global_clipnorm",), "with local variables")  # all updates would differ by rank
+                check_for_parts(self)
             elif self._hvdkit_is_for_table or variable_optimizer(variable) is None:
                 check_elementwise(self, "with sharded variables")
-                _check_for_parts(self)
+                check_for_parts(self)
             # Also registers the inner TensorFlow variable, which may have been created later.
             set_holding(variable, holding)
-        _check_overwritten(self, variables)
+        check_overwritten(self, variables)
         self._hvdkit_local_keys = frozenset(self._var_key(v) for v in variables if is_local(v))  # type: ignore[attr-defined]
         tables = None if self._hvdkit_is_for_table else TableOptimizers.of(variables, self._hvdkit_copy_for_table)
         super().build(variables if tables is None else tables.without_tables(variables))  # type: ignore[misc]
@@ -315,57 +324,6 @@ def ranks_of(optimizer: keras.optimizers.Optimizer | None) -> cluster.Group | No
     return optimizer._hvdkit.group if isinstance(optimizer, DistributedMixin) else None
 
 
-def variables_of(optimizer: Any, variables: Any) -> list[Any]:
-    """Return the variables of the gradients passed to ``apply``."""
-    return list(optimizer._trainable_variables if variables is None else variables)
-
-
-def check_elementwise(optimizer: Any, where: str) -> None:
-    """Raise ValueError if an optimizer takes norms of whole variables: in the case ``where``, ranks have parts."""
-    _check_norms(optimizer, ("clipnorm", "global_clipnorm"), where)
-    kind = updating_class(optimizer)
-    if kind.__module__.startswith("keras.") and kind not in ELEMENTWISE:
-        expected = f"one that updates each element separately {where}"
-        remedy = "use " + ", ".join(sorted(cls.__name__ for cls in ELEMENTWISE))
-        raise ValueError(describe("optimizer", kind.__name__, expected, remedy))
-
-
-def _check_norms(optimizer: Any, names: Sequence[str], where: str) -> None:
-    for name in names:
-        if (limit := getattr(optimizer, name, None)) is not None:
-            remedy = "pass clip_global_norm to hk.DistributedOptimizer, which sums over ranks"
-            raise ValueError(describe(name, limit, f"None {where}", remedy))
-
-
-def prepare_gradients(optimizer: Any, grads: Any, trainable_variables: Any) -> PlacedGradients:
-    """Check the arguments of ``apply`` and build the optimizer. All errors before an exchange are raised here."""
-    if trainable_variables is None and not optimizer.built:
-        expected = "variables, because the optimizer is not built yet"
-        raise ValueError(describe("trainable_variables", None, expected, "pass them, or call optimizer.build first"))
-    variables = variables_of(optimizer, trainable_variables)
-    grads = list(grads) if isinstance(grads, Iterator) else grads
-    if isinstance(grads, (list, tuple)) and not grads:  # Keras treats this as a step without an update
-        variables = []
-    placed = place_gradients(grads, variables)
-    if not optimizer.built:
-        is_multi = hasattr(optimizer, "optimizers")  # MultiOptimizer doesn't create a name scope
-        with contextlib.nullcontext() if is_multi else keras.name_scope(optimizer.name, caller=optimizer):
-            optimizer.build(variables)
-    tables = getattr(optimizer, "_hvdkit_tables", None)
-    optimizer._check_variables_are_known(variables if tables is None else tables.without_tables(variables))
-    known = getattr(optimizer, "inner_optimizer", optimizer)._hvdkit_local_keys
-    for variable, kind in zip(variables, placed.kinds, strict=True):
-        if kind == "local" and optimizer._var_key(variable) not in known:
-            raise ValueError(_too_late(variable_name(variable)))
-    return placed
-
-
-def _too_late(name: str) -> str:
-    got = f"{name}, made local after the optimizer was built"
-    expected = "local variables that it was built with"
-    return describe("variables", got, expected, "call hk.register_local_variables before the optimizer's first step")
-
-
 def _raise(problem: Exception) -> Any:
     raise problem
 
@@ -381,23 +339,6 @@ def check_inner(optimizer: Any) -> None:
                 "optimizer", got, expected, "wrap only the outermost optimizer, so that gradients are combined once"
             )
         )
-
-
-def _check_for_parts(optimizer: Any) -> None:
-    if hasattr(optimizer, "optimizers"):
-        remedy = "give each of its optimizers its own hk.DistributedOptimizer and apply"
-        expected = "one optimizer for sharded or local variables"
-        raise ValueError(describe("optimizer", "a MultiOptimizer", expected, remedy))
-
-
-def _check_overwritten(optimizer: Any, variables: Sequence[Any]) -> None:
-    if optimizer._hvdkit.accumulate_steps == 1 or cluster.size() == 1:
-        return
-    for variable in variables:
-        if getattr(variable, "overwrite_with_gradient", False):
-            got = f"{variable_name(variable)} (overwrite_with_gradient)"
-            expected = "variables that gradients update"
-            raise ValueError(describe("variables", got, expected, "use accumulate_steps=1 with float8 layers"))
 
 
 class LossScaleMixin(DistributedMixin):
@@ -442,15 +383,3 @@ class LossScaleMixin(DistributedMixin):
         is_replicated = self._hvdkit.combines and not self._hvdkit.shard_states
         is_replicated = is_replicated and not any(holding_of(v) is not None for v in variables_of(self, None))
         return finite if is_replicated else allreduce(finite, Min, process_set=self._hvdkit.group)
-
-
-def reject_unsupported(wrapped: bool = False) -> None:
-    """Reject XLA, and a LossScaleOptimizer around this one: other ranks would wait for the one that overflows."""
-    if cluster.size() == 1:
-        return
-    refuse_xla()
-    if wrapped:
-        got = "a LossScaleOptimizer around a DistributedOptimizer, which skips apply() on the rank that overflows"
-        expected = "apply() on every rank at every step"
-        remedy = "wrap the other way round: hk.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))"
-        raise HvdkitError(describe("optimizer", got, expected, remedy))

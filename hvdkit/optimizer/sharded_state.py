@@ -17,7 +17,8 @@ from hvdkit.collectives.conversion import graph_safe
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.optimizer.element_partition import ElementPartition, PartProxy
 from hvdkit.optimizer.gradients import PlacedGradients
-from hvdkit.optimizer.mixins import CombiningMixin, check_elementwise
+from hvdkit.optimizer.mixins import CombiningMixin
+from hvdkit.optimizer.optimizer_checks import check_elementwise
 from hvdkit.sharding.shards import assign_whole, set_holding
 
 
