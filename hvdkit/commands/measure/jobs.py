@@ -59,8 +59,8 @@ class ResultsFilter(OutputWriter):
 
     results: list[dict[str, Any]] | None = None
 
-    def write(self, channel: int, data: bytes) -> None:
-        """Write lines unchanged, except the results and known noise."""
+    def select(self, data: bytes) -> bytes:
+        """Return the lines without the results and known noise."""
         mark = worker.MARK.encode()
         lines = data.splitlines(keepends=True)
         for line in lines:
@@ -68,4 +68,4 @@ class ResultsFilter(OutputWriter):
             if found:
                 self.results = json.loads(results)
         shown = [line for line in lines if mark not in line and not any(c.encode() in line for c in CHATTER)]
-        super().write(channel, b"".join(shown))
+        return b"".join(shown)
