@@ -19,7 +19,7 @@ MARKS = ("closed", "finally", "first-handler", "kept", "last-handler")
 DISK, NAN = "failed: ValueError: the disk is full", "failed: NonFiniteError: the loss is NaN"
 JOBS = [
     ("graph", "mpirun", 1, DISK),
-    ("eager", "hvdkit run", 65, NAN),
+    pytest.param("eager", "hvdkit run", 65, NAN, marks=pytest.mark.full),
     pytest.param("exchange", "horovodrun", 1, DISK, marks=pytest.mark.full),
     pytest.param("sleep", "horovodrun --gloo", 1, DISK, marks=pytest.mark.full),
     pytest.param("finally", "mpirun", 1, DISK, marks=pytest.mark.full),

@@ -263,6 +263,7 @@ def test_names_are_compared(rank, size):
 
 
 @pytest.mark.ranks(2, 3)
+@pytest.mark.core(2)
 @pytest.mark.parametrize("traced", [False, True])
 def test_rows_of_any_dtype_are_reduced_alone_and_with_dense_tensors(rank, size, traced):
     """Horovod takes lists that are partly sparse, and integers. Rank r has row 0 and, twice, row r."""

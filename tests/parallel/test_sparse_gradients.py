@@ -9,7 +9,7 @@ from helpers.pairwise import pairs, printed
 
 import hvdkit as hk
 
-pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.core]
+pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.core(1, 2)]
 
 # (rows of the table, width): tiny tables are sent dense with the other gradients; fewer rows than ranks; a large
 # width; large tables, sent in the cheaper of both forms.
@@ -75,6 +75,7 @@ def both_ways(call):
     yield tf.function(call, autograph=False)()
 
 
+@pytest.mark.core
 def test_rows_are_summed_within_and_over_ranks(rank, size):
     for op, table, used in printed(pairs(op=[hk.Average, hk.Sum], table=[*TABLES], used=[*USED])):
         by_rank = gradients(size, table, used)

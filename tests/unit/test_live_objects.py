@@ -6,6 +6,8 @@ import subprocess
 import sys
 import threading
 
+import pytest
+
 from hvdkit.cluster.live_objects import live_instances
 
 
@@ -45,6 +47,7 @@ def test_another_thread_may_build_tuples_meanwhile():
         thread.join()
 
 
+@pytest.mark.full
 def test_eager_tensors_may_allocate_memory_meanwhile():
     """They create their dictionary when they are looked at; a collection at that moment was a segmentation fault."""
     program = """

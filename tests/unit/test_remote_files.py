@@ -489,6 +489,7 @@ def test_a_file_that_disappears_is_named(server):
         hk.data.parquet(server.url("c.parquet"))
 
 
+@pytest.mark.full
 def test_an_s3_server(tmp_path, monkeypatch):
     from moto.server import ThreadedMotoServer
 
