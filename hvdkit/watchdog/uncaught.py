@@ -71,7 +71,10 @@ class UncaughtErrors:
             self._before = ()
 
     def _uncaught_alone(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self._before[0](kind, error, trace)
+        if self._before[0] is sys.__excepthook__:
+            write_line("\n".join(_traceback(error.with_traceback(trace))))
+        else:  # of a debugger or a shell
+            self._before[0](kind, error, trace)
         if os.getpid() == self._reporter.pid:
             for line in pages_of(error):
                 write_line(line)

@@ -72,6 +72,8 @@ def test_a_process_alone_ends_with_the_exit_code_of_the_error():
         page = getattr(errors, error).page
         assert f"hvdkit.errors.{error}: why\nsee `hvdkit docs {page}`\n" in job.output, job.output
         assert "ended\n" in job.output, job.output
+    job = run("import hvdkit as hk\nhk.init()\nhk.data.divide([], 'columns')")
+    assert job.code == 1 and "\n  ... 1 frame of hvdkit (" in job.output and "ValueError: parts: got" in job.output
 
 
 @pytest.mark.core

@@ -224,8 +224,8 @@ def test_every_fact_is_part_of_the_cache_key() -> None:
 
 @pytest.mark.parametrize("tensorflow", range(16, 23))
 def test_patches_apply_once_to_the_released_source(tensorflow: int, pristine: Path, tmp_path: Path) -> None:
-    for python, gpu in product(range(10, 15), (False, True)):
-        target = patches.Target(tensorflow=(2, tensorflow), python=(3, python), gpu=gpu)
+    for python, gpu, mpi in product(range(10, 15), (False, True), (False, True)):
+        target = patches.Target(tensorflow=(2, tensorflow), python=(3, python), gpu=gpu, mpi=mpi)
         needed = patches.needed_patches(target)
         with case(target=target):
             copy_patched_files(pristine, tmp_path)
@@ -233,6 +233,9 @@ def test_patches_apply_once_to_the_released_source(tensorflow: int, pristine: Pa
             runner = (tmp_path / "horovod" / "runner" / "js_run.py").read_text()
             compile(runner, "js_run.py", "exec")
             assert ("distutils" in runner) == (target.python < (3, 12))
+            built = (tmp_path / "horovod" / "common" / "util.py").read_text()
+            assert f"def mpi_built(verbose=False):\n    return {mpi}\n" in built
+            assert "def gloo_built(verbose=False):\n    return True\n" in built
             assert "xla_mpi_ops" not in (tmp_path / "horovod" / "tensorflow" / "CMakeLists.txt").read_text()
             with pytest.raises(BuildError, match=re.escape(f"patch {needed[0].name}: got the text 0 times")):
                 patches.apply_patches(tmp_path, needed[:1])

@@ -147,7 +147,8 @@ def find_inputs(config: BuildHorovod) -> BuildInputs:
     tensorflow = toolchain.find_tensorflow()
     cuda = gpu.find_cuda() if config.gpu == "nccl" else None
     python = sys.version_info[:2]
-    target = patches.Target(tensorflow=tensorflow.release, python=python, gpu=cuda is not None)
+    mpi = config.mpi != "none"
+    target = patches.Target(tensorflow=tensorflow.release, python=python, gpu=cuda is not None, mpi=mpi)
     return BuildInputs(
         tensorflow=tensorflow, mpi=build_mpi.find_mpi(config.mpi), cuda=cuda, patches=patches.needed_patches(target)
     )

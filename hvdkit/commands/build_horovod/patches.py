@@ -23,6 +23,7 @@ class Target:
     tensorflow: Version
     python: Version
     gpu: bool
+    mpi: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,21 @@ class Patch:
     needed: Callable[[Target], bool] = lambda target: True
 
 
+def _built(library: str, name: str) -> str:
+    """Return the function of Horovod that loads TensorFlow to ask whether the wheel was compiled with a library."""
+    return f"""\
+def {name}_built(verbose=False):
+    for ext_base_name in EXTENSIONS:
+        built_fn = lambda ext: ext.{name}_built()
+        result = _check_extension_lambda(
+            ext_base_name, built_fn, 'built with {library}', verbose)
+        if result is not None:
+            return result
+    return None
+"""
+
+
+_BUILT_WHY = "horovodrun imported TensorFlow in a process of its own, for seconds, to ask how this wheel was compiled"
 PATCHES: tuple[Patch, ...] = (
     Patch(
         name="no-xla-op",
@@ -200,6 +216,32 @@ add_library(gloo ${GLOO_STATIC_OR_SHARED} ${GLOO_SRCS})
 """,
     ),
     Patch(
+        name="built-with-mpi",
+        why=_BUILT_WHY,
+        versions="all",
+        path="horovod/common/util.py",
+        old=_built("MPI", "mpi"),
+        new="def mpi_built(verbose=False):\n    return True\n",
+        needed=lambda target: target.mpi,
+    ),
+    Patch(
+        name="built-without-mpi",
+        why=_BUILT_WHY,
+        versions="all",
+        path="horovod/common/util.py",
+        old=_built("MPI", "mpi"),
+        new="def mpi_built(verbose=False):\n    return False\n",
+        needed=lambda target: not target.mpi,
+    ),
+    Patch(
+        name="built-with-gloo",
+        why=_BUILT_WHY,
+        versions="all",
+        path="horovod/common/util.py",
+        old=_built("Gloo", "gloo"),
+        new="def gloo_built(verbose=False):\n    return True\n",
+    ),
+    Patch(
         name="one-gloo",
         why="Horovod compiles Gloo for C++11 and C++17; TensorFlow >= 2.10 takes the second",
         versions="all",
@@ -214,7 +256,7 @@ def needed_patches(target: Target) -> list[Patch]:
     """Return the patches that a build for ``target`` needs, in the table's order.
 
     Example:
-        >>> [p.name for p in needed_patches(Target(tensorflow=(2, 21), python=(3, 11), gpu=False))][:2]
+        >>> [p.name for p in needed_patches(Target(tensorflow=(2, 21), python=(3, 11), gpu=False, mpi=True))][:2]
         ['no-xla-op', 'gcc13-stdexcept']
     """
     return [patch for patch in PATCHES if patch.needed(target)]
