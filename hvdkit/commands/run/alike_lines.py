@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from hvdkit.watchdog.rank_texts import tag
 
-# Seconds that a line waits for other ranks to write it, too; lines that wait at most.
+# Seconds that a line waits for other ranks to write it, too; lines and bytes that wait at most.
 WAIT_SECONDS = 0.5
 _MOST_LINES = 200
+_MOST_BYTES = 1 << 20
 # hvdkit's own lines are already tagged, for launchers without tags. Rank 0 writes some of other ranks.
 _TAG = re.compile(rb"\[rank (\d+)\] ")
 _ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
@@ -70,7 +71,8 @@ class AlikeLines:
 
     def take(self, now: float, *, everything: bool = False) -> list[tuple[int, bytes]]:
         """Return channel and tagged text of the lines that wait no longer, and of those before them."""
-        is_over = everything or not self._joins or len(self._waiting) > _MOST_LINES
+        is_full = len(self._waiting) > _MOST_LINES or sum(len(line.text) for line in self._waiting) > _MOST_BYTES
+        is_over = everything or not self._joins or is_full
         number = len(self._waiting) if is_over else self._number_due(now)
         taken = self._waiting[:number]
         del self._waiting[:number]
