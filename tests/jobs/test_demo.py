@@ -99,7 +99,8 @@ def test_on_a_terminal_a_progress_bar_grows_below_the_lines(launcher, form):
     assert code == 0 and not NOISE.search(written), written
     tag = "[rank 0] " if launcher else ""
     grown = [int(done) for done in re.findall(r"(\d+)/20(?:\x1b\[0m)? steps", written)]
-    assert grown == sorted(grown) and grown[-1] == 20 and len(set(grown)) > 3, grown
+    # rich writes a bar after it has drawn it: one of its thread may come after a newer one of the main thread.
+    assert grown[0] == 0 and grown[-1] == 20 and len(set(grown)) > 3, grown
     lines = [line for line in shown(written) if line]
     if launcher:
         assert re.fullmatch(r"hvdkit run: starting 2 ranks with \w+ on this host, which has \d+ cores?", lines.pop(0))
