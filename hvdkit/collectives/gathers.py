@@ -121,7 +121,8 @@ def gather_rows(
       average the ranks' gradients by rows. The rows are those of the global batch, in its order; a rank with an empty
       share of the batch adds none.
     - In other loops, every rank must compute the same loss of all rows. The gradient is that of this rank's rows, takes
-      no exchange, and is not scaled: sum the ranks' gradients, e.g. ``hk.DistributedOptimizer(op=hk.Sum)``.
+      no exchange, and is not scaled: sum the ranks' gradients, e.g. ``hk.DistributedOptimizer(op=hk.Sum)``. If each
+      rank computes the loss of its own rows only, use ``hk.allgather``, and average the gradients.
 
     Source: the chain rule. With L the loss of all rows Y, dL/dw = sum over ranks of (dL/dY_own dY_own/dw).
 

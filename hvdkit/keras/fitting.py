@@ -225,7 +225,7 @@ def _fit(
     may_be_empty = shares.may_be_empty or (validation_shares is not None and validation_shares.may_be_empty)
     with contextlib.ExitStack() as stack:
         if not any(isinstance(each, writers) for each in tree.flatten(callbacks or [])) and logdir is None:
-            stack.enter_context(_saying_that_nothing_is_saved())
+            stack.enter_context(_warning_if_interrupted())
         if recorder is not None:
             stack.enter_context(recorder.observing(model))
         session = FitSession.of(model, may_be_empty=may_be_empty, loss_scope=loss_scope, may_gather=may_gather)
@@ -255,8 +255,8 @@ def _fit(
 
 
 @contextlib.contextmanager
-def _saying_that_nothing_is_saved() -> Iterator[None]:
-    """Log on the chief, if the user interrupts the training, that it cannot be continued."""
+def _warning_if_interrupted() -> Iterator[None]:
+    """Warn on the chief, after Ctrl-C, that nothing was saved."""
     try:
         yield
     except KeyboardInterrupt:

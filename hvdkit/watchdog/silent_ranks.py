@@ -44,7 +44,7 @@ class SilentRanks:
         self._stopped.pop(member.rank, None)
 
     def postpone(self, seconds: float) -> None:
-        """Count silence from ``seconds`` later on: nobody could be heard."""
+        """Count silence from ``seconds`` later on: no message could arrive."""
         for member in self._running.values():
             member.last_heard += seconds
 

@@ -164,9 +164,9 @@ def _unknown(histories: Sequence[_History], texts: tuple[str, ...]) -> Verdict:
         return Verdict(code or 1, summary, texts=texts)
     follows, _, rank, failed = min(reports)
     code = failed.code if not follows or code is None else code
-    return Verdict(
-        code, f"{summary}; rank {rank} reported: {failed.cause}", texts=texts or (tagged([rank], failed.text),)
-    )
+    if not texts and failed.text:
+        texts = (tagged([rank], failed.text),)
+    return Verdict(code, f"{summary}; rank {rank} reported: {failed.cause}", texts=texts)
 
 
 def _summarize(blame: Failed, step: int | None) -> str:

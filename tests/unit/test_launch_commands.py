@@ -481,6 +481,13 @@ def test_a_line_that_no_other_rank_writes_waits_for_a_moment_only(tmp_path):
     assert (tmp_path / "out").read_text().splitlines() == [f"[rank 0] {x}" for x in ("alone", "the last rank")]
 
 
+@pytest.mark.parametrize("mode", ["all", "merged"])
+def test_more_lines_than_may_wait_are_written_in_their_order(tmp_path, mode):
+    data = b"".join(b"line %d\n" % number for number in range(1000))
+    found = shown(tmp_path, mode, (0, data))
+    assert found == [*(f"[rank 0] line {number}" for number in range(1000)), "hvdkit run: the end"]
+
+
 def test_output_of_rank_0_or_in_files_only(tmp_path):
     outputs = [(rank, b"of %d\n" % rank) for rank in range(3)]
     assert shown(tmp_path, "rank0", *outputs) == ["[rank 0] of 0", "hvdkit run: the end"]

@@ -256,6 +256,11 @@ def test_of_two_that_fail_the_earlier_one_is_named_and_both_tracebacks_are_kept(
     assert found.rank == 1 and found.texts == ("[rank 0] two", "[rank 1] one") and not found.common
 
 
+def test_an_unknown_failure_without_a_traceback_writes_none():
+    found = verdict([*of(1, VICTIM, at=2.0), *of(0, TRAINS)], 3, HOSTS)  # nothing of rank 2
+    assert found.rank is None and found.texts == ()
+
+
 def test_the_same_traceback_of_several_ranks_is_kept_once():
     same = [Failed(cause="ValueError: one", text=f"<Dense at 0x7f{rank}>\nValueError: one") for rank in range(3)]
     raised = [one for rank in range(3) for one in of(rank, same[rank], at=3.0 + rank / 10)]

@@ -39,9 +39,14 @@ class Patch:
     needed: Callable[[Target], bool] = lambda target: True
 
 
-def _built(library: str, name: str) -> str:
-    """Return the function of Horovod that loads TensorFlow to ask whether the wheel was compiled with a library."""
-    return f"""\
+def _built(name: str, library: str, answer: str, needed: Callable[[Target], bool] = lambda target: True) -> Patch:
+    """Return a patch of the function that loads TensorFlow to ask whether the wheel was compiled with a library."""
+    return Patch(
+        name=f"{name}-built-{answer.lower()}",
+        why="horovodrun imported TensorFlow in another process, for seconds, to ask how this wheel was compiled",
+        versions="all",
+        path="horovod/common/util.py",
+        old=f"""\
 def {name}_built(verbose=False):
     for ext_base_name in EXTENSIONS:
         built_fn = lambda ext: ext.{name}_built()
@@ -50,10 +55,12 @@ def {name}_built(verbose=False):
         if result is not None:
             return result
     return None
-"""
+""",
+        new=f"def {name}_built(verbose=False):\n    return {answer}\n",
+        needed=needed,
+    )
 
 
-_BUILT_WHY = "horovodrun imported TensorFlow in a process of its own, for seconds, to ask how this wheel was compiled"
 PATCHES: tuple[Patch, ...] = (
     Patch(
         name="no-xla-op",
@@ -215,32 +222,9 @@ compile_together(GLOO_SRCS tcp "/transport/tcp/[a-z_]+[.]cc$" "-O2")
 add_library(gloo ${GLOO_STATIC_OR_SHARED} ${GLOO_SRCS})
 """,
     ),
-    Patch(
-        name="built-with-mpi",
-        why=_BUILT_WHY,
-        versions="all",
-        path="horovod/common/util.py",
-        old=_built("MPI", "mpi"),
-        new="def mpi_built(verbose=False):\n    return True\n",
-        needed=lambda target: target.mpi,
-    ),
-    Patch(
-        name="built-without-mpi",
-        why=_BUILT_WHY,
-        versions="all",
-        path="horovod/common/util.py",
-        old=_built("MPI", "mpi"),
-        new="def mpi_built(verbose=False):\n    return False\n",
-        needed=lambda target: not target.mpi,
-    ),
-    Patch(
-        name="built-with-gloo",
-        why=_BUILT_WHY,
-        versions="all",
-        path="horovod/common/util.py",
-        old=_built("Gloo", "gloo"),
-        new="def gloo_built(verbose=False):\n    return True\n",
-    ),
+    _built("mpi", "MPI", "True", needed=lambda target: target.mpi),
+    _built("mpi", "MPI", "False", needed=lambda target: not target.mpi),
+    _built("gloo", "Gloo", "True"),
     Patch(
         name="one-gloo",
         why="Horovod compiles Gloo for C++11 and C++17; TensorFlow >= 2.10 takes the second",

@@ -43,6 +43,7 @@ class AlikeLines:
     def __init__(self, *, joins: bool) -> None:
         self._joins = joins
         self._waiting: list[_Line] = []
+        self._bytes = 0  # of the lines that wait
         self._running: set[int] = set()
 
     def begin(self, size: int) -> None:
@@ -53,29 +54,38 @@ class AlikeLines:
         """Expect no more lines of this rank."""
         self._running.discard(rank)
 
+    @property
+    def is_full(self) -> bool:
+        """True if so many lines wait that they have to be taken before others are added."""
+        return len(self._waiting) > _MOST_LINES or self._bytes > _MOST_BYTES
+
     def add(self, rank: int, channel: int, text: bytes, now: float) -> None:
         """Add a line of a rank."""
         own = _TAG.match(text)
         if own is not None and int(own[1]) == rank:
             text = text[own.end() :]
+        if not self._joins:
+            self._waiting.append(_Line(channel, text, text, now, [rank]))
+            return
         plain = _ESCAPE.sub(b"", text)
         last = max((index for index, line in enumerate(self._waiting) if rank in line.ranks), default=-1)
         following = self._waiting[last + 1 :]
         line = next((each for each in following if each.plain == plain and each.channel == channel), None)
         if line is None:
             line = _Line(channel, plain, text, now)
-            self._waiting.insert(last + 1 if self._joins else len(self._waiting), line)
+            self._waiting.insert(last + 1, line)
+            self._bytes += len(text)
         line.ranks.append(rank)
         if rank == 0:  # the only one with a terminal, and so with colors
             line.text = text
 
     def take(self, now: float, *, everything: bool = False) -> list[tuple[int, bytes]]:
         """Return channel and tagged text of the lines that wait no longer, and of those before them."""
-        is_full = len(self._waiting) > _MOST_LINES or sum(len(line.text) for line in self._waiting) > _MOST_BYTES
-        is_over = everything or not self._joins or is_full
+        is_over = everything or not self._joins or self.is_full
         number = len(self._waiting) if is_over else self._number_due(now)
         taken = self._waiting[:number]
         del self._waiting[:number]
+        self._bytes = sum(len(line.text) for line in self._waiting)
         return [(line.channel, _tagged(line)) for line in taken]
 
     def _number_due(self, now: float) -> int:

@@ -193,7 +193,7 @@ def prepare(config: RunConfig, program: Sequence[str], variables: Mapping[str, s
 
 
 def with_interpreter(program: Sequence[str], python: str = sys.executable) -> list[str]:
-    """Return the command of a program; a Python script that cannot be run by itself gets its interpreter.
+    """Return the command of a program; a Python script that is not executable gets its interpreter.
 
     Example:
         >>> with_interpreter(["python", "train.py"])

@@ -103,6 +103,8 @@ class OutputWriter:
             return
         now = time.monotonic()
         for line in lines:
+            if self._lines.is_full:  # each line is compared with those that wait
+                self._write_lines(now)
             self._lines.add(rank, channel, visible(line), now)
         was_bar = False
         if rank == 0 and channel in self._terminals:  # the bar has become one of the lines
