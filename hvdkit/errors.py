@@ -200,6 +200,16 @@ def describe(argument: str, got: object, expected: str, remedy: str) -> str:
     return printable(f"{argument}: got {shown}, expected {expected}; {remedy}")
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number of things in words.
+
+    Example:
+        >>> counted(1, "rank"), counted(2048, "rank")
+        ('1 rank', '2,048 ranks')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def printable(text: object, *, keep: str = "") -> str:
     r"""Return text with characters that a terminal would interpret, or cannot show, written as escapes.
 

@@ -16,8 +16,10 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]  # for hvdkit's command line, which needs no TensorFlow
+# For hvdkit's command line, which needs no TensorFlow, and for the programs of the cookbook.
+sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tests")]
 
+import cookbook  # noqa: E402
 import messages  # noqa: E402
 
 from hvdkit.commands.cli import COMMANDS, main  # noqa: E402
@@ -71,6 +73,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) 
         markdown = markdown.replace("<!-- commands -->", help_texts())
     if page.file.src_uri == "messages.md":
         markdown = markdown.replace("<!-- messages -->", messages.page(ROOT / "hvdkit"))
+    if page.file.src_uri == "cookbook.md":
+        markdown = cookbook.page(markdown)
     if "/" not in page.file.src_uri:
         markdown = SOURCE.sub(r"\1", markdown)
     return linked(markdown, Path(config.docs_dir))

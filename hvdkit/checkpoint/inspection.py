@@ -13,7 +13,7 @@ from hvdkit.checkpoint.files import local_path
 from hvdkit.checkpoint.folder import find_damage, latest, list_checkpoints
 from hvdkit.checkpoint.manifest import NAME, Manifest, TensorEntry, step_of
 from hvdkit.checkpoint.reading import Reader
-from hvdkit.errors import CheckpointError, describe, printable
+from hvdkit.errors import CheckpointError, counted, describe, printable
 from hvdkit.machine.terminal import aligned
 
 _MAX_VALUE_LENGTH = 80  # characters of a value in the table
@@ -84,8 +84,8 @@ class Inspection:
         versions = ", ".join(printable(f"{name} {version}") for name, version in self.versions.items())
         lines = [
             printable(self.path),
-            f"step {self.step}, saved by {_plural(self.ranks, 'rank')}, {printable(self.created)} ({versions})",
-            f"{_plural(len(self.variables), 'variable')}, {format_bytes(self.bytes)}",
+            f"step {self.step}, saved by {counted(self.ranks, 'rank')}, {printable(self.created)} ({versions})",
+            f"{counted(len(self.variables), 'variable')}, {format_bytes(self.bytes)}",
             *([f"DAMAGED: {printable(self.damage)}"] if self.damage else []),
             "",
             *aligned([("variable", "kind", "shape", "dtype", "bytes"), *map(_row, self.variables)], right=(4,)),
@@ -277,10 +277,6 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
     else:
         text = json.dumps(value)
         yield printable(name), text if len(text) <= _MAX_VALUE_LENGTH else f"{text[: _MAX_VALUE_LENGTH - 4]} ..."
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def format_bytes(count: int) -> str:

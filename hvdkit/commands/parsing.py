@@ -11,12 +11,19 @@ import re
 import sys
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
+from hvdkit.errors import printable
 from hvdkit.machine.terminal import on_terminal
 
 # tyro's error report in ASCII when written to a file: a title, then paragraphs separated by rules.
 _TITLE = re.compile(r" \S")
+# Its report of a value that is not a number, and of an error that a config has raised.
+_NOT_A_NUMBER = re.compile(
+    r"Error parsing (?P<option>-[\w-]*)\S*: .*?(?P<kind>INT|FLOAT|float|int)\b.*?'(?P<value>.*?)'", re.DOTALL
+)
+_RAISED = re.compile(r"Error parsing \w+: (?P<message>.*?)\s*(?:-{3,}|For full helptext|\Z)", re.DOTALL)
 _RULE = re.compile(r" *-{3,} *$")
 
 
@@ -50,18 +57,24 @@ def parse(
 
     settings = (tyro.conf.DisallowNone,)  # None is a default, not a value that users pass
     options: Any = {"prog": prog, "description": description, "args": args, "config": settings}
-    in_color = on_terminal() and not os.environ.get("NO_COLOR")  # https://no-color.org
-    if in_color and not quiet:
-        return tyro.cli(kind, **options)
     out = io.StringIO()
     err = io.StringIO()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             return tyro.cli(kind, **options)
-    finally:
-        if not quiet:
+    except SystemExit:
+        problem = wrong_value(err.getvalue())
+        in_color = on_terminal() and not os.environ.get("NO_COLOR")  # https://no-color.org
+        if quiet:
+            pass
+        elif problem is not None:
+            _print(f"{prog or Path(sys.argv[0]).name}: {problem}\n", sys.stderr)
+        elif in_color:
+            tyro.cli(kind, **options)
+        else:
             _print("".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines()), sys.stdout)
             _print(plain(err.getvalue()), sys.stderr)
+        raise
 
 
 def _print(text: str, stream: TextIO | None) -> None:
@@ -109,6 +122,24 @@ def _options(kind: Any, arguments: Sequence[str]) -> list[str]:
 
 def _is_number(word: str) -> bool:
     return re.fullmatch(r"-[\d.]+", word) is not None
+
+
+def wrong_value(report: str) -> str | None:
+    """Return what is wrong with the value of an option, if tyro's error report is about one that hvdkit can explain.
+
+    Example:
+        >>> wrong_value("Error parsing -np/--np: no type matching INT could be instantiated from\\n['two'].")
+        '-np: got two, expected a whole number'
+        >>> wrong_value("Error parsing --grace: could not convert string to float: 'abc'")
+        '--grace: got abc, expected a number'
+        >>> wrong_value("Error parsing RunConfig: -np: got 0, expected at\\n  least 1\\n For full helptext, ...")
+        '-np: got 0, expected at least 1'
+    """
+    if (found := _NOT_A_NUMBER.search(report)) is not None:
+        expected = "a whole number" if found["kind"].lower() == "int" else "a number"
+        return printable(f"{found['option']}: got {found['value']}, expected {expected}")
+    raised = _RAISED.search(report)
+    return None if raised is None else printable(" ".join(raised["message"].split()))
 
 
 def plain(report: str) -> str:

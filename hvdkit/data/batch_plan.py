@@ -104,6 +104,14 @@ class BatchPlan:
         return self.rank_rows.batch_size
 
     @property
+    def mean_batch_size(self) -> float:
+        """Examples per step: less than B if an epoch's last batch is short."""
+        examples = self.source.examples
+        if self.remainder == "drop" or examples is None or not self.steps_per_epoch:
+            return float(self.batch_size)
+        return examples / self.steps_per_epoch
+
+    @property
     def is_even(self) -> bool:
         """True if all ranks are known to have the same number of real examples in every batch, without filler."""
         examples = self.source.examples

@@ -46,6 +46,11 @@ class ArrayShares(Shares):
         short = self.inner.partial_batch_size
         return min(self.inner._num_samples, self.inner.batch_size, short or self.inner.batch_size) < self.data_rank.size
 
+    @property
+    def mean_batch_size(self) -> float:
+        """Rows per global batch, over an epoch."""
+        return float(self.inner._num_samples / self.inner.num_batches)
+
     def first_inputs(self, number: int) -> Any:
         """Return the inputs of the first ``number`` rows; None if an array is ragged or sparse."""
         arrays = array_slicing.convert_to_sliceable(self.inner._inputs, target_backend="numpy")

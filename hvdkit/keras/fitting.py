@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from hvdkit.keras.own_methods import call_own, has_own, keras_method
 from hvdkit.keras.strategies import outside_strategy
 from hvdkit.keras.supervisor_callback import SupervisorCallback
 from hvdkit.layers.batch_norm import warn_of_local_statistics
+from hvdkit.supervisor.reports import RunSummary
 
 
 @outside_strategy()
@@ -241,7 +244,8 @@ def _fit(
         callback_list = CallbackList(
             callbacks, session, shares, validation_shares, verbose=verbose, epochs=epochs, steps=steps_per_epoch
         )
-        return keras_method(model, "fit")(
+        began = time.monotonic()
+        history = keras_method(model, "fit")(
             shares,
             epochs=epochs,
             verbose=verbose,
@@ -252,6 +256,24 @@ def _fit(
             validation_steps=validation_steps,
             validation_freq=validation_freq,
         )
+        if cluster.is_chief() and recorder is None:
+            _report_end(callback_list, time.monotonic() - began, epochs, history, shares.mean_batch_size)
+        return history
+
+
+def _report_end(
+    callbacks: CallbackList, seconds: float, epochs: int, history: keras.callbacks.History, rows: float | None
+) -> None:
+    """Say what a ``fit`` has trained. Without a Supervisor, ``verbose=0`` says nothing."""
+    summary = RunSummary(steps=callbacks.steps_trained, seconds=seconds)
+    sessions = [each.supervisor for each in callbacks.callbacks if isinstance(each, SupervisorCallback)]
+    if sessions and sessions[0] is not None and sessions[0].trained is not None:
+        summary = sessions[0].trained
+    elif not callbacks.verbose or not callbacks.steps_trained:
+        return
+    last = history.epoch[-1] + 1 if history.epoch else epochs
+    stopped = f"after epoch {last} of {epochs}" if last < epochs else ""
+    replace(summary, epochs=callbacks.epochs_trained, examples_per_step=rows, stopped=stopped).report()
 
 
 @contextlib.contextmanager

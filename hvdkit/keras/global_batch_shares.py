@@ -191,6 +191,11 @@ class GlobalBatchShares(Shares):
         """Batches until the data end; None if unknown or endless."""
         return None if self._repeats else self._data_steps
 
+    @property
+    def mean_batch_size(self) -> float:
+        """Rows per global batch, over an epoch."""
+        return self._data.plan.mean_batch_size
+
     def settings(self) -> dict[str, Any]:
         """Return the settings that must be equal on all ranks."""
         return self._data.plan.identity

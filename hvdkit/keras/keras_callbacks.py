@@ -140,8 +140,12 @@ def _local_verbose(verbose: Any) -> Any:
 class CallbackList(keras.callbacks.CallbackList):
     """Keras's list of callbacks, which also compares ranks at the end of each epoch.
 
-    ``validation`` is evaluated after epochs; ``trains`` is
-    False for evaluations and predictions.
+    ``validation`` is evaluated after epochs; ``trains`` is False for evaluations and predictions.
+
+    Attributes:
+        verbose: this rank's.
+        epochs_trained: epochs that have ended in this ``fit``.
+        steps_trained: steps in these epochs.
     """
 
     def __init__(
@@ -160,6 +164,10 @@ class CallbackList(keras.callbacks.CallbackList):
         local_callbacks = [c for c in all_callbacks if cluster.is_chief() or not isinstance(c, WRITERS)]
         local_verbose = _local_verbose(verbose)
         self._session = session
+        self.verbose = local_verbose
+        self.epochs_trained = 0
+        self.steps_trained = 0
+        self._epoch_steps = 0
         self._data = data
         self._test_data = validation if trains else data
         self._is_first_batch = self._is_first_update = True
@@ -248,6 +256,7 @@ class CallbackList(keras.callbacks.CallbackList):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Call the callbacks, after comparing the first global batch of an epoch between ranks."""
+        self._epoch_steps = batch + 1
         if self._is_first_batch:
             self._compare_batch()
         if self._is_first_update:
@@ -264,6 +273,9 @@ class CallbackList(keras.callbacks.CallbackList):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Call the callbacks. An error on one rank raises on all ranks, and either all ranks stop or none."""
+        self.epochs_trained += 1
+        self.steps_trained += self._epoch_steps
+        self._epoch_steps = 0
         if self._async_train:
             self._flush_futures()
         self._agree(f"on_epoch_end of epoch {epoch}", lambda: self._call("on_epoch_end", epoch, logs))

@@ -386,6 +386,11 @@ class Shares(DataAdapter):
         """Batches per epoch, the same on every rank; None if unknown."""
         return self.inner.num_batches
 
+    @property
+    def mean_batch_size(self) -> float | None:
+        """Rows per global batch, over an epoch; None if unknown."""
+        return None
+
     def begin_training(self, epoch: int | None) -> None:
         """Prepare for training from ``epoch``, which a callback may have restored; None without such a callback."""
 

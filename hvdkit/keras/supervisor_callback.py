@@ -103,8 +103,9 @@ class SupervisorCallback(CheckedCallback):
             state={**self._state, "callbacks": _CallbackStates([*self._step_counters, self._epoch])},
             **self._options,
         )
-        self.supervisor.enter_fit()
-        begin_supervision(self.model, of_plain_fit=not is_running(self.model))
+        is_plain_fit = not is_running(self.model)
+        self.supervisor.enter_fit(reports=is_plain_fit)
+        begin_supervision(self.model, of_plain_fit=is_plain_fit)
         self._set_initial_epoch()
 
     def _set_initial_epoch(self) -> None:

@@ -23,9 +23,14 @@ class Gpus(NamedTuple):
     device_files: list[str]
 
 
+def gpu_device_files(devices: Path = Path("/dev")) -> list[str]:
+    """Return the names of the GPUs' device files, which is faster than ``nvidia-smi``."""
+    return sorted(file.name for file in devices.glob("nvidia[0-9]*"))
+
+
 def find_gpus(devices: Path = Path("/dev")) -> Gpus:
     """Find the GPUs of this host, whose device files are in the folder ``devices``."""
-    device_files = sorted(file.name for file in devices.glob("nvidia[0-9]*"))
+    device_files = gpu_device_files(devices)
     if not shutil.which("nvidia-smi"):
         return Gpus(None, False, device_files)
     outcome = run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], timeout=20.0)

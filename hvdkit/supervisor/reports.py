@@ -2,10 +2,84 @@
 
 from __future__ import annotations
 
+import json
+import os
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hvdkit import cluster
 from hvdkit.cluster.logs import get_logger
-from hvdkit.errors import printable
+from hvdkit.errors import counted, printable
+from hvdkit.machine.replacing import replaced
+
+SUMMARY_VARIABLE = "HVDKIT_SUMMARY"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """What a session or a call of ``hk.fit`` has trained.
+
+    Attributes:
+        steps: steps that it has trained.
+        seconds: since it began.
+        examples_per_step: rows of a global batch, on average; None if unknown.
+        epochs: epochs that ``hk.fit`` has trained, of which the last may be incomplete; None in a loop.
+        stopped: where ``hk.fit`` ended early, e.g. "after epoch 3 of 5", or "".
+        step: steps of all runs with this folder; None without a folder.
+        checkpoint: the newest one; None without a folder.
+        logdir: the folder of the run, or None.
+    """
+
+    steps: int
+    seconds: float
+    examples_per_step: float | None = None
+    epochs: int | None = None
+    stopped: str = ""
+    step: int | None = None
+    checkpoint: Path | None = None
+    logdir: Path | None = None
+
+    @property
+    def line(self) -> str:
+        """The summary for people.
+
+        Example:
+            >>> RunSummary(steps=65, seconds=6.5, epochs=5, examples_per_step=128).line
+            'trained 5 epochs, 65 steps in 6.5 s (1,280 examples/s)'
+        """
+        if not self.steps and self.checkpoint is not None:
+            return f"nothing to train: the run is already at step {self.step} ({printable(self.checkpoint)})"
+        epochs = "" if self.epochs is None else f"{counted(self.epochs, 'epoch')}, "
+        to = "" if self.step is None else f", to step {self.step}"
+        parts = [f"trained {epochs}{counted(self.steps, 'step')} in {self.seconds:.1f} s ({self._rate}){to}"]
+        if self.stopped:
+            parts.append(f"stopped {self.stopped}")
+        if self.checkpoint is not None:
+            parts.append(f"newest checkpoint: {printable(self.checkpoint)}")
+        if self.logdir is not None:
+            parts.append(f"curves: tensorboard --logdir {printable(self.logdir)}")
+        return "; ".join(parts)
+
+    @property
+    def _rate(self) -> str:
+        rate = self.steps / max(self.seconds, 1e-9)
+        if self.examples_per_step is None:
+            return f"{rate:.3g} steps/s"
+        return f"{float(f'{rate * self.examples_per_step:.3g}'):,.10g} examples/s"
+
+    def report(self) -> None:
+        """Log the line, and write the file that ``HVDKIT_SUMMARY`` names. Called on the chief."""
+        get_logger().info("%s", self.line)
+        file = os.environ.get(SUMMARY_VARIABLE)
+        if not file:
+            return
+        path = Path(file)
+        facts = {**asdict(self), "ranks": cluster.size()}
+        try:
+            with replaced(path, path.with_name(f".{path.name}.{os.getpid()}")) as temporary:
+                temporary.write_text(json.dumps(facts, default=str) + "\n")
+        except OSError as error:  # the training is done, and nothing else is lost
+            get_logger().warning("%s: the summary was not written: %s", SUMMARY_VARIABLE, error)
 
 
 def report_start(step: int, restored_from: Path | None, folder: Path) -> None:
@@ -19,15 +93,3 @@ def report_rate(given: float | None, saved: float | None) -> None:
     if saved != given:
         message = "continuing with the saved learning rate %g, not %g; to change it, assign it within the session"
         get_logger().warning(message, saved, given)
-
-
-def report_end(steps: int, seconds: float, step: int, newest: Path, logdir: Path) -> None:
-    """Log what this session has trained: ``steps`` in ``seconds``, up to ``step``, and the newest checkpoint."""
-    if not steps:
-        get_logger().info("no steps were trained: the run is already at step %d (%s)", step, printable(newest))
-        return
-    rate = steps / max(seconds, 1e-9)
-    text = (
-        "trained %d steps in %.1f s (%.3g steps/s), to step %d; newest checkpoint: %s; curves: tensorboard --logdir %s"
-    )
-    get_logger().info(text, steps, seconds, rate, step, printable(newest), printable(logdir))

@@ -26,7 +26,7 @@ from hvdkit.supervisor.lock import LogdirLock
 from hvdkit.supervisor.lockstep import lockstep
 from hvdkit.supervisor.messages import SessionMessage, agree_on_arguments, agree_on_scalars, check_messages
 from hvdkit.supervisor.pace import Pace
-from hvdkit.supervisor.reports import report_end, report_rate, report_start
+from hvdkit.supervisor.reports import RunSummary, report_rate, report_start
 from hvdkit.supervisor.saved_state import (
     Position,
     built_optimizer,
@@ -93,6 +93,7 @@ class Supervisor:
         global_step: number of steps trained, over all runs.
         restored_from: the checkpoint from which this run resumed, or None.
         preempted: whether all ranks have agreed to stop because of a signal.
+        trained: after the session has ended, on the chief: its steps, seconds, newest checkpoint; otherwise None.
 
     Raises:
         CheckpointError: on entry: ``logdir`` is in use by another run, not shared, not writable, or belongs to another
@@ -185,6 +186,8 @@ class Supervisor:
         self._signals = StopSignals()
         self._summaries: Summaries | None = None
         self._wants_stop = self._stopping = self._open = self._has_compared = False
+        self._is_reported_by_fit = False
+        self.trained: RunSummary | None = None
         self._preempted: str | None = None
         self._loss: Any = None
         self._first_step = 0
@@ -234,16 +237,21 @@ class Supervisor:
                     self._agree(self._saver.step != self.global_step, last=True)
                 average_moving_statistics(self._model, process_set=ranks_of(self._optimizer))
                 if self._preempted is None and cluster.is_chief():
-                    seconds = time.monotonic() - self._began
-                    steps = self.global_step - self._first_step
-                    report_end(steps, seconds, self.global_step, self._saver.newest or self._folder, self.logdir)
+                    self.trained = self._run_summary()
+                    if not self._is_reported_by_fit:
+                        self.trained.report()
         finally:
             self.close()
         if kind is None and self._preempted is not None:
             raise SystemExit(PREEMPTED)
 
-    def enter_fit(self) -> None:
-        """Enter the session from a callback of ``fit``. After an error in the fit, the next session closes this one."""
+    def enter_fit(self, *, reports: bool = True) -> None:
+        """Enter the session from a callback of ``fit``. After an error in the fit, the next session closes this one.
+
+        Args:
+            reports: whether the session reports its end; ``hk.fit`` does so itself.
+        """
+        self._is_reported_by_fit = not reports
         self.__enter__()
         _in_fit.add(self)
 
@@ -494,6 +502,17 @@ class Supervisor:
         if self._summaries is not None:
             means = {name: math.fsum(values[name] for values in ranks) / len(ranks) for name in scalars}
             self._summaries.scalars(self.global_step, **means)
+
+    def _run_summary(self) -> RunSummary:
+        plan = getattr(self._data, "plan", None)
+        return RunSummary(
+            steps=self.global_step - self._first_step,
+            seconds=time.monotonic() - self._began,
+            examples_per_step=plan.mean_batch_size if plan is not None else None,
+            step=self.global_step,
+            checkpoint=self._saver.newest or self._folder,
+            logdir=self.logdir,
+        )
 
     def _agree(self, save: bool, *, last: bool = False) -> None:
         """Exchange messages between ranks and act on them at this step; ``last``: training is already over."""

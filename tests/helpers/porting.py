@@ -1,20 +1,11 @@
-"""Port a plain Keras script to hvdkit mechanically, and compare the results of both.
-
-    python tests/helpers/porting.py   # the table of programs and changed lines, for docs/keras.md
-
-A port inserts two lines, ``import hvdkit as hk`` and ``hk.init()``, and turns ``model.fit(`` into ``hk.fit(model, ``,
-and the same for ``evaluate`` and ``predict``. A script that needs more marks the place: a comment ``# port: CODE``
-``# port: CODE`` is replaced by the line CODE in the port.
-"""
+"""Run programs and their ports (:mod:`helpers.ports`), and compare the results of both."""
 
 from __future__ import annotations
 
-import ast
 import csv
 import hashlib
 import importlib.util
 import io
-import re
 import sys
 import zipfile
 from dataclasses import dataclass, field
@@ -23,58 +14,6 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-
-PROGRAMS = Path(__file__).parents[1] / "programs"
-CALL = re.compile(r"\b([A-Za-z_][\w.]*)\.(fit|evaluate|predict)\(")
-EXTRA = re.compile(r"^(?P<indent>\s*)(?P<before>.*)# port: (?P<code>.*)$")
-
-
-@dataclass(frozen=True)
-class Port:
-    """A ported script and the number of lines inserted or changed."""
-
-    text: str
-    inserted: int
-    calls: int
-    extra: int
-
-    @property
-    def lines(self) -> int:
-        """Return the number of lines that differ from the plain script."""
-        return self.inserted + self.calls + self.extra
-
-
-def port(source: str) -> Port:
-    """Return the port of a plain script to hvdkit."""
-    lines, calls, extra = [], 0, 0
-    for line in source.splitlines():
-        marked = EXTRA.match(line)
-        if marked:
-            line = marked["indent"] + marked["code"]
-            extra += 1
-        else:
-            ported = CALL.sub(r"hk.\2(\1, ", line)
-            calls += ported != line
-            line = ported
-        lines.append(line)
-    first = first_statement(source)
-    lines[first:first] = ["import hvdkit as hk", "hk.init()"]
-    return Port("\n".join(lines) + "\n", 2, calls, extra)
-
-
-def first_statement(source: str) -> int:
-    """Return the number of lines before the first statement after the docstring."""
-    return ast.parse(source).body[1].lineno - 1
-
-
-def names() -> list[str]:
-    """Return the names of all programs."""
-    return sorted(path.stem for path in PROGRAMS.glob("*.py"))
-
-
-def source(name: str) -> str:
-    """Return a program's text."""
-    return (PROGRAMS / f"{name}.py").read_text()
 
 
 def execute(name: str, path: Path) -> dict[str, Any]:
@@ -260,18 +199,3 @@ def summaries_in(path: Path) -> dict[str, Any]:
             if array.dtype.kind == "f":
                 found.setdefault(value.tag, []).append([float(event.step), float(array)])
     return as_values(found)
-
-
-def table() -> str:
-    """Return the table of programs in Markdown."""
-    rows = ["| program | what it shows | lines: inserted + calls | further lines |", "|---|---|---|---|"]
-    for name in names():
-        text = source(name)
-        made = port(text)
-        title = (ast.get_docstring(ast.parse(text)) or "").splitlines()[0].rstrip(".")
-        rows.append(f"| `{name}` | {title} | {made.inserted} + {made.calls} | {made.extra or ''} |")
-    return "\n".join(rows)
-
-
-if __name__ == "__main__":
-    print(table())

@@ -67,6 +67,7 @@ def shown(written):
     return [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in lines]
 
 
+STARTING = re.compile(r"hvdkit run: starting 2 ranks with \w+ on this host, which has \d+ (core|GPU)s?", re.MULTILINE)
 AT_NIGHT = [pytest.param(launcher, marks=pytest.mark.nightly, id=NAMES[launcher]) for launcher in (HOROVODRUN, MPIRUN)]
 
 
@@ -88,7 +89,7 @@ def test_without_a_terminal_training_is_plain_lines_with_one_tag(launcher):
     ]
     assert len(lines) == len(expected), output
     if launcher == HVDKIT_RUN:  # lines of two streams keep their order only within each stream
-        assert len(output.splitlines()) == len(lines), output
+        assert len(output.splitlines()) == len(lines) + 1 and STARTING.search(output), output
     assert all(any(line.startswith(start) for line in lines) for start in expected), output
     assert lines[-1] == "finished"
 
@@ -103,7 +104,7 @@ def test_on_a_terminal_a_progress_bar_grows_below_the_lines(launcher, form):
     assert grown[0] == 0 and grown[-1] == 20 and len(set(grown)) > 3, grown
     lines = [line for line in shown(written) if line]
     if launcher:
-        assert re.fullmatch(r"hvdkit run: starting 2 ranks with \w+ on this host, which has \d+ cores?", lines.pop(0))
+        assert STARTING.fullmatch(lines.pop(0))
     assert all(line.startswith(tag) for line in lines), lines
     logged = [line.removeprefix(tag) for line in lines if "loss = " in line]
     assert [line.partition(",")[0] for line in logged] == ["step 10", "step 20"], lines
@@ -140,4 +141,5 @@ def test_the_command_has_colours_on_a_terminal_unless_it_asks_for_none():
 def test_in_a_notebook_ranks_have_no_terminal():
     code, written = on_terminal(*HVDKIT_RUN, sys.executable, "-c", "import sys; print(sys.stdout.isatty())", **NOTEBOOK)
     assert code == 0
-    assert sorted(written.replace("\r", "").splitlines()) == ["[rank 0] False", "[rank 1] False"]
+    first, *others = written.replace("\r", "").splitlines()
+    assert STARTING.fullmatch(first) and sorted(others) == ["[rank 0] False", "[rank 1] False"]

@@ -68,5 +68,5 @@ def test_a_run_that_has_finished_reports_nothing(tmp_path, kind):
         job = run(FINISHED.replace("FOLDER", str(tmp_path)).replace("KIND", kind), MPI, 2)
         assert job.code == 0 and job.output.count("iterations") == 2, job.output
         assert "iterations 0" not in job.output and "no gradients have been combined" not in job.output, job.output
-        last = "no steps were trained: the run is already at step" if is_finished else "; newest checkpoint: run/"
+        last = "nothing to train: the run is already at step" if is_finished else "; newest checkpoint: run/"
         assert kind == "backup" or job.output.count(last) == 1, job.output

@@ -1,7 +1,7 @@
 """Programs written for plain Keras: ported with three lines, they do on N ranks what they do in one process.
 
 Each file of tests/programs runs twice: unchanged, with plain Keras in one process, and as its mechanical port
-(tests/helpers/porting.py) on all ranks. History, weights, predictions, figures and files are compared.
+(tests/helpers/ports.py) on all ranks. History, weights, predictions, figures and files are compared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import tensorflow as tf
-from helpers import porting
+from helpers import porting, ports
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 import hvdkit as hk
@@ -87,7 +87,7 @@ def programs() -> list[Any]:
     """Return the programs as test parameters with marks."""
     mark = pytest.mark
     listed = []
-    for name in porting.names():
+    for name in ports.names():
         marks = [mark.nightly] * (name in NIGHTLY) + [mark.core(2)] * (name in CORE)
         listed.append(pytest.param(name, marks=[*marks, mark.ranks(*RANKS.get(name, (2,)))]))
     return listed
@@ -154,7 +154,7 @@ class Plain:
         if not kept.exists():
             made = Path(tempfile.mkdtemp(dir=self.folder))
             with summed_rows() if name in REPEATED_ROWS else contextlib.nullcontext():
-                outcome = run(name, porting.PROGRAMS / f"{name}.py", made / "files")
+                outcome = run(name, ports.PROGRAMS / f"{name}.py", made / "files")
             (made / kept.name).write_bytes(pickle.dumps(outcome))
             with contextlib.suppress(OSError):  # another launch has written it at the same time
                 made.rename(kept.parent)
@@ -179,7 +179,7 @@ def test_the_port_equals_one_process(name, plain, shared_path):
         pytest.fail(f"the plain program failed:\n{outcome.error}")
     script = shared_path / f"{name}.py"
     if hk.is_chief():
-        script.write_text(porting.port(porting.source(name)).text)
+        script.write_text(ports.port(ports.source(name)).text)
     hk.barrier()
     ours = run(name, script, shared_path / "files")
 

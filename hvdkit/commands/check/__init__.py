@@ -16,7 +16,7 @@ from hvdkit.commands.run import restarts
 from hvdkit.commands.run.config import EngineKind, RunConfig
 from hvdkit.commands.run.job import prepare
 from hvdkit.commands.run.output import OutputWriter
-from hvdkit.errors import HvdkitError, describe
+from hvdkit.errors import HvdkitError, counted, describe
 from hvdkit.keras.checking.step_comparison import compare_recordings
 from hvdkit.keras.checking.step_records import RECORD_VARIABLE, Recording
 
@@ -103,15 +103,18 @@ def _script(program: Sequence[str]) -> list[str]:
 
 def _record(config: CheckSteps, ranks: int, script: Sequence[str], request: str) -> int:
     """Run the script on some ranks, which write a recording; return the exit code."""
-    noun = "rank" if ranks == 1 else "ranks"
-    print(f"hvdkit check: {script[0]} on {ranks} {noun}", file=sys.stderr, flush=True)
+    print(f"hvdkit check: {script[0]} on {counted(ranks, 'rank')}", file=sys.stderr, flush=True)
     program = [sys.executable, "-m", _PROGRAM, *script]
     job = prepare(config.run_config(ranks), program, {RECORD_VARIABLE: request})
     code = restarts.run(job, program, OutputWriter({1: sys.stdout.buffer, 2: sys.stderr.buffer}))
     if code:
-        print(f"hvdkit check: {script[0]} failed on {ranks} {noun} with exit code {code}", file=sys.stderr, flush=True)
+        print(
+            f"hvdkit check: {script[0]} failed on {counted(ranks, 'rank')} with exit code {code}",
+            file=sys.stderr,
+            flush=True,
+        )
     elif not Path(request.split(":")[1]).exists():
-        got = f"{script[0]}, which has ended on {ranks} {noun} without a step of hk.fit"
+        got = f"{script[0]}, which has ended on {counted(ranks, 'rank')} without a step of hk.fit"
         raise HvdkitError(
             describe("program", got, "a script that calls hk.fit", "train with hk.fit, or use hk.check_step")
         )

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from hvdkit._version import __version__
 from hvdkit.commands.doctor.finding import Finding, Status
+from hvdkit.errors import counted
 from hvdkit.machine.terminal import is_terminal
 
 FORMAT_VERSION = 1
@@ -69,12 +70,8 @@ def summary(findings: Sequence[Finding]) -> str:
     """
     problems = _count(findings, "problem")
     warnings = _count(findings, "warning")
-    counts = f"{_plural(problems, 'problem')}, {_plural(warnings, 'warning')}"
+    counts = f"{counted(problems, 'problem')}, {counted(warnings, 'warning')}"
     return f"{'Training cannot start' if problems else 'Training can start'}: {counts}."
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _count(findings: Sequence[Finding], status: Status) -> int:

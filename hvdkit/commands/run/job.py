@@ -26,9 +26,10 @@ from hvdkit.commands.run.engines import (
 from hvdkit.commands.run.host_probe import temporary_problem
 from hvdkit.commands.run.hosts import Host, parse_hosts, place_ranks, read_hostfile, slots_of, slurm_hosts
 from hvdkit.commands.run.preflight import THIS_HOST, Answer, Network, Remote, check, network, srun_command, ssh_command
-from hvdkit.errors import ClusterError, describe
+from hvdkit.errors import ClusterError, counted, describe
 from hvdkit.machine.cores import available_cores
 from hvdkit.machine.environment import outside_a_job
+from hvdkit.machine.gpus import gpu_device_files
 from hvdkit.machine.terminal import is_terminal
 from hvdkit.watchdog.settings import HEARTBEAT, seconds
 
@@ -67,12 +68,16 @@ class Job:
     def start_line(self, hosts: tuple[Host, ...]) -> str:
         """Return what is about to start: how many ranks, by which launcher, on which hosts."""
         ranks = slots_of(hosts)
-        what = f"starting {ranks} {'rank' if ranks == 1 else 'ranks'} with {self.engine.name}"
+        what = f"starting {counted(ranks, 'rank')} with {self.engine.name}"
         if len(hosts) > 1 or not hosts[0].is_local:
             return f"{what} on {', '.join(map(str, hosts))}"
         cores = available_cores()
+        gpus = gpu_device_files()
+        if gpus:
+            shared = "; ranks share GPUs" if ranks > len(gpus) else ""
+            return f"{what} on this host, which has {counted(len(gpus), 'GPU')}{shared}"
         shared = "; ranks share cores, which makes steps slower" if ranks > cores else ""
-        return f"{what} on this host, which has {cores} {'core' if cores == 1 else 'cores'}{shared}"
+        return f"{what} on this host, which has {counted(cores, 'core')}{shared}"
 
     @property
     def temporary_bytes(self) -> int:

@@ -99,8 +99,7 @@ def _attempts(job: Job, program: Sequence[str], output: OutputWriter, signals: S
     if (stopped := signals.wait(0)) is not None:  # Ctrl-C also ends ssh, which is not the hosts' fault
         return shell_code(-stopped)
     raise_problems(answers)
-    if output.has_terminal:
-        output.line(f"hvdkit run: {job.start_line(hosts)}")
+    output.line(f"hvdkit run: {job.start_line(hosts)}")
     pool = HostPool(job.hosts, config.np, min_slots=config.min_np or slots_of(hosts))
     restart = 0
     while True:
