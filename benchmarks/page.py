@@ -16,6 +16,10 @@ OPENING = (
     'this page; `make bench BENCH="dense fit"` runs some of them; each section names its own command.'
 )
 
+# The picture at the top.
+HEADLINE = "dense-cifar10-2"
+CAPTION = "A step of the CIFAR-10 tutorial's network on two processes, with hvdkit and with its alternatives"
+
 
 def page(records: Iterable[Record], notes: Mapping[str, str], pictures: str) -> str:
     """Return docs/benchmarks.md.
@@ -25,7 +29,11 @@ def page(records: Iterable[Record], notes: Mapping[str, str], pictures: str) -> 
         notes: hand-written Markdown by benchmark.
         pictures: folder with the pictures, relative to docs/.
     """
-    records, parts = list(records), ["# Benchmarks", _wrapped(OPENING)]
+    records = list(records)
+    parts = ["# Benchmarks"]
+    if any(f"{record.name}-{measured.name}" == HEADLINE for record in records for measured in record.measured):
+        parts += [f"![{CAPTION}]({pictures}/{HEADLINE}.png)", f"*{CAPTION}.*"]
+    parts.append(_wrapped(OPENING))
     if rows := summary(records):
         parts += ["## Goals", rows]
     parts += [section(record, notes.get(record.name, ""), pictures) for record in records]
