@@ -34,12 +34,17 @@ def check(document: Path, folder: Path) -> list[str]:
         if rest.startswith("file="):
             (folder / rest.removeprefix("file=")).write_text(block["body"], encoding="utf-8")
         elif language == "sh" and rest == "run":
-            problems += [f"{name}: {message}" for message in run(block["body"].splitlines(), folder)]
+            problems += [f"{name}: {message}" for message in run(commands_of(block["body"]), folder)]
         elif language == "sh":
             named = RUN_BY.search(block["before"])
             if named is None or not (ROOT / named["path"]).exists():
                 problems.append(f"{name}: no `run by` comment for {block['body'].splitlines()[0]!r}")
     return problems
+
+
+def commands_of(body: str) -> list[str]:
+    """Return the commands of a block; a line that ends with a backslash continues in the next one."""
+    return re.sub(r"\\\n *", "", body).splitlines()
 
 
 def run(commands: list[str], folder: Path) -> list[str]:
