@@ -143,15 +143,16 @@ def verdict(events: Iterable[RankEvent], size: int, hosts: Mapping[int, str] = {
     if step is None:  # ranks step together
         step = max((one.step for one in histories if one.step is not None), default=None)
     groups.sort(key=lambda ranks: first.rank in ranks)
+    is_common = any(len(ranks) == size for ranks in groups)
     return Verdict(
         blame.code,
-        _summarize(blame, step),
+        _summarize(blame, step, of_every_rank=is_common and size > 1),
         first.rank,
         hosts.get(first.rank, ""),
         step,
         texts=tuple(tagged(ranks, raised[ranks[0]]) for ranks in groups),
         orderly=not any(one.is_dead for one in histories),
-        common=any(len(ranks) == size for ranks in groups),
+        common=is_common,
     )
 
 
@@ -169,11 +170,12 @@ def _unknown(histories: Sequence[_History], texts: tuple[str, ...]) -> Verdict:
     return Verdict(code, f"{summary}; rank {rank} reported: {failed.cause}", texts=texts)
 
 
-def _summarize(blame: Failed, step: int | None) -> str:
+def _summarize(blame: Failed, step: int | None, *, of_every_rank: bool) -> str:
     at = "" if step is None else f" at step {step}"
+    others = ", as every rank did" if of_every_rank else ""
     cause = f": {blame.cause}" if blame.cause else ""
     busy = f" (busy: {blame.busy})" if blame.busy else ""
-    return f"{blame.verb}{at}{cause}{busy}"
+    return f"{blame.verb}{at}{others}{cause}{busy}"
 
 
 @dataclass(frozen=True)

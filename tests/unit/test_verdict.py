@@ -267,6 +267,7 @@ def test_the_same_traceback_of_several_ranks_is_kept_once():
     expected = "[ranks 0-2] <Dense at 0x7f0>\n[ranks 0-2] ValueError: one"
     found = verdict(raised, 3, HOSTS)
     assert found.rank == 0 and found.texts == (expected,) and found.common
+    assert " failed, as every rank did: " in found.line
     other = of(1, Failed(cause="ValueError: two", text="two"), at=2.0)
     found = verdict([*raised[:1], *raised[-1:], *other], 3, HOSTS)
     assert found.rank == 1 and [text.partition("]")[0] for text in found.texts] == ["[ranks 0,2", "[rank 1"]
