@@ -60,9 +60,11 @@ def check_all_ranks_call(call: str) -> None:
     """Raise if not all ranks will make a ``call`` that every rank has to make.
 
     Raises:
-        ClusterError: a rank has failed, which the program has caught on this rank; the message names it.
+        ClusterError: ``hk.init()`` was not called; or a rank has failed, which the program has caught on this rank; the
+            message names it.
         HvdkitError: a callback that runs on the chief only makes the call; the message names it.
     """
+    cluster.size()  # raises without hk.init()
     if ending().line:
         raise ClusterError(ending().line)
     if (callback := _ALONE.get()) is not None:

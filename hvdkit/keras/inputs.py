@@ -210,17 +210,22 @@ def _is_shuffled_by_python(shares: Shares | None) -> bool:
     return shares is not None and isinstance(shares.inner, PyDatasetAdapter) and bool(shares.inner.shuffle)
 
 
+_WHOLE_DATA = (
+    "remove what divides the data among ranks, such as x[rank::size] or dataset.shard(size, rank): hk.fit does that; seed "
+    "what draws or shuffles them (keras.utils.set_random_seed)"
+)
+
+
 def _compare(descriptions: list[_DataDescription]) -> None:
     states = "a different state of Python's random", "equal states"
     remedy = "call keras.utils.set_random_seed(seed) on every rank, or pass shuffle=False"
     compare([each.python_state for each in descriptions], "shuffle", remedy, show=lambda *_: states)
     sizes = zip(*(each.sizes for each in descriptions), strict=True)
     for name, ranks in zip(("x", "validation_data"), sizes, strict=True):
-        compare(ranks, name, "pass the same data on every rank", show=_show_sizes)
-    remedy = "seed what draws or shuffles them (keras.utils.set_random_seed), or load the same files"
+        compare(ranks, name, _WHOLE_DATA, show=_show_sizes)
     digests = zip(*(each.digests for each in descriptions), strict=True)
     for name, ranks in zip(("x, y", "validation_data"), digests, strict=True):
-        compare(ranks, name, remedy, show=_show_digests)
+        compare(ranks, name, _WHOLE_DATA, show=_show_digests)
 
 
 def _show_digests(odd: Any, usual: Any) -> tuple[str, str]:
