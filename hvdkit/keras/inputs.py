@@ -211,8 +211,8 @@ def _is_shuffled_by_python(shares: Shares | None) -> bool:
 
 
 _WHOLE_DATA = (
-    "remove what divides the data among ranks, such as x[rank::size] or dataset.shard(size, rank): hk.fit does that; seed "
-    "what draws or shuffles them (keras.utils.set_random_seed)"
+    "remove what divides the data among ranks, such as x[rank::size] or dataset.shard(size, rank): hk.fit does that; "
+    "seed what draws or shuffles them (keras.utils.set_random_seed)"
 )
 
 
