@@ -232,7 +232,8 @@ def _split_off_program(arguments: list[str], kind: type) -> tuple[list[str], lis
     index = 0
     while index < len(arguments) and arguments[index].startswith("-") and arguments[index] != "--":
         option = arguments[index]
-        has_value = "=" not in option and option.replace("_", "-") not in switches
+        is_last = arguments[index + 1 : index + 2] == ["--"]
+        has_value = "=" not in option and option.replace("_", "-") not in switches and not is_last
         index += 2 if has_value else 1
     program = arguments[index:]
     return arguments[:index], program[1:] if program[:1] == ["--"] else program
