@@ -74,7 +74,10 @@ def train_classifier(config: cifar10.Config) -> None:
     digest = hk.compare_variables(model.variables)
     say(f"held-out accuracy {accuracy:.4f} on {held_out} images after {config.steps} steps in {seconds:.1f} s")
     count = sum(weight.numpy().size for weight in model.trainable_variables)
-    say(f"all {hk.size()} ranks hold the same {count} weights, bit for bit (digest {digest})")
+    if hk.size() == 1:
+        say(f"the model has {count} weights (digest {digest})")
+    else:
+        say(f"all {hk.size()} ranks hold the same {count} weights, bit for bit (digest {digest})")
 
 
 def parse() -> Command:

@@ -121,7 +121,8 @@ class SupervisorCallback(CheckedCallback):
         if done_steps and self._data is None:
             message = (
                 "fit: continues at step %d, in the middle of an epoch, whose batches are repeated; to continue within "
-                "the epoch, pass hk.data.GlobalBatches, to hk.fit as x, to SupervisorCallback as data="
+                "the epoch, train on hk.data.GlobalBatches: hk.fit(model, batches, logdir=...), or in plain fit, "
+                "SupervisorCallback(logdir, data=batches)"
             )
             if cluster.is_chief():
                 get_logger().warning(message, step)
