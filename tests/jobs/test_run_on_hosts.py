@@ -68,6 +68,7 @@ def test_a_host_is_lost_and_comes_back(hosts, tmp_path):
 
     text = out.read_text()
     said = [line.removeprefix("hvdkit run: ") for line in text.splitlines() if line.startswith("hvdkit run: ")]
+    assert said.pop(0).startswith("starting 3 ranks with "), text
     assert re.match(
         r"rank 2 on 10\.77\.0\.3 (failed at step \d+: has not answered for \d+ s|is unreachable)", said[0]
     ), text
