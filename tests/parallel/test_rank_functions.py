@@ -190,6 +190,43 @@ def test_other_models_are_not_errors(rng):
 
 
 @pytest.mark.ranks(1, 2)
+def normalized(*more, is_built=True):
+    """Return a compiled model with moving statistics, which differ by rank after the first batch."""
+    hidden = [layers.Dense(3, "relu"), layers.BatchNormalization(), *more, layers.Dense(1)]
+    model = keras.Sequential([keras.Input((3,))] * is_built + hidden)
+    model.compile("sgd", "mse")
+    return model
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self, x, y):
+        super().__init__()
+        self._x = x
+        self._y = y
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        rows = slice(16 * index, 16 * index + 16)
+        return self._x[rows], self._y[rows]
+
+
+@pytest.mark.core(2)
+@pytest.mark.ranks(2, 3)
+def test_moving_statistics_of_each_ranks_rows_are_no_difference_of_models(rng):
+    """Data of any kind: models are compared after the first batch unless the data are arrays."""
+    x, y = line(rng, 64)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
+    for data in (dataset, dataset.repeat(), Batches(x, y), hk.data.GlobalBatches((x, y), 16, shuffle_seed=0)):
+        model = normalized()
+        steps = 4 if data is not dataset and isinstance(data, tf.data.Dataset) else None
+        hk.fit(model, data, epochs=2, steps_per_epoch=steps, shuffle=False, verbose=0)
+        hk.compare_variables(model.variables)
+    with raises_on_several(hk.CollectiveMismatchError, r"^model: got other outputs of layer 'reads_global"):
+        hk.fit(normalized(ReadsGlobal(), is_built=False), dataset, verbose=0)
+
+
 def test_a_model_that_was_built_with_uneven_shares_is_compiled_again(rng):
     x, y = line(rng, 14)
     model = keras.Sequential([layers.Dense(4), layers.Dense(1)])
