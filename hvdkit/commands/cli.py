@@ -18,6 +18,7 @@ import difflib
 import errno
 import os
 import pkgutil
+import re
 import shlex
 import shutil
 import sys
@@ -119,6 +120,8 @@ COMMANDS = {
         runner="hvdkit.commands.docs:docs",
     ),
 }
+
+_OPTION = re.compile(r"--|--?[A-Za-z][\w-]*(=.*)?", re.DOTALL)
 
 OPENING = "hvdkit: train TensorFlow and Keras 3 models across GPUs and hosts with Horovod."
 CLOSING = "`hvdkit COMMAND --help` describes a command. HVDKIT_DEBUG=1 shows tracebacks."
@@ -232,8 +235,9 @@ def _split_off_program(arguments: list[str], kind: type) -> tuple[list[str], lis
     index = 0
     while index < len(arguments) and arguments[index].startswith("-") and arguments[index] != "--":
         option = arguments[index]
-        is_last = arguments[index + 1 : index + 2] == ["--"]
-        has_value = "=" not in option and option.replace("_", "-") not in switches and not is_last
+        has_value = "=" not in option and option.replace("_", "-") not in switches
+        if has_value and index + 1 < len(arguments) and _OPTION.fullmatch(arguments[index + 1]):
+            has_value = False  # the option is unknown, or its value is missing
         index += 2 if has_value else 1
     program = arguments[index:]
     return arguments[:index], program[1:] if program[:1] == ["--"] else program

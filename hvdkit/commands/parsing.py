@@ -63,18 +63,20 @@ def parse(
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             return tyro.cli(kind, **options)
     except SystemExit:
-        problem = wrong_value(err.getvalue())
-        in_color = on_terminal() and not os.environ.get("NO_COLOR")  # https://no-color.org
-        if quiet:
-            pass
-        elif problem is not None:
-            _print(f"{prog or Path(sys.argv[0]).name}: {problem}\n", sys.stderr)
-        elif in_color:
-            tyro.cli(kind, **options)
-        else:
+        if not quiet and not _explain(err.getvalue(), prog):
+            if on_terminal() and not os.environ.get("NO_COLOR"):  # https://no-color.org
+                tyro.cli(kind, **options)  # again, in color
             _print("".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines()), sys.stdout)
             _print(plain(err.getvalue()), sys.stderr)
         raise
+
+
+def _explain(report: str, prog: str | None) -> bool:
+    """Print what is wrong with a value, in one line; return False if the report is about something else."""
+    problem = wrong_value(report)
+    if problem is not None:
+        _print(f"{prog or Path(sys.argv[0]).name}: {problem}\n", sys.stderr)
+    return problem is not None
 
 
 def _print(text: str, stream: TextIO | None) -> None:

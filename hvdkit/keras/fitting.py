@@ -264,16 +264,14 @@ def _fit(
 def _report_end(
     callbacks: CallbackList, seconds: float, epochs: int, history: keras.callbacks.History, rows: float | None
 ) -> None:
-    """Say what a ``fit`` has trained. Without a Supervisor, ``verbose=0`` says nothing."""
-    summary = RunSummary(steps=callbacks.steps_trained, seconds=seconds)
-    sessions = [each.supervisor for each in callbacks.callbacks if isinstance(each, SupervisorCallback)]
-    if sessions and sessions[0] is not None and sessions[0].trained is not None:
-        summary = sessions[0].trained
-    elif not callbacks.verbose or not callbacks.steps_trained:
-        return
+    """Report what a ``fit`` has trained. Without a Supervisor, ``verbose=0`` logs nothing."""
+    supervisors = [each.supervisor for each in callbacks.callbacks if isinstance(each, SupervisorCallback)]
+    of_session = next((each.trained for each in supervisors if each is not None), None)
+    summary = of_session or RunSummary(steps=callbacks.steps_trained, seconds=seconds)
     last = history.epoch[-1] + 1 if history.epoch else epochs
     stopped = f"after epoch {last} of {epochs}" if last < epochs else ""
-    replace(summary, epochs=callbacks.epochs_trained, examples_per_step=rows, stopped=stopped).report()
+    summary = replace(summary, epochs=callbacks.epochs_trained, examples_per_step=rows, stopped=stopped)
+    summary.report(logs=of_session is not None or bool(callbacks.verbose and summary.steps))
 
 
 @contextlib.contextmanager

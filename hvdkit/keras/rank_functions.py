@@ -30,9 +30,9 @@ from hvdkit.collectives.refusal import refusing_collectives
 from hvdkit.errors import CollectiveMismatchError, describe, see
 from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.keras.coupled_rows import couples_rows, in_graph, refuse_coupled_rows
-from hvdkit.keras.rank_state import CONSTANTS_REMEDY, recurrent_states
+from hvdkit.keras.rank_state import CONSTANTS_REMEDY
 from hvdkit.keras.shares import first_tensor, number_of_rows, slice_tensor
-from hvdkit.keras.unchanged_models import unchanged
+from hvdkit.keras.unchanged_models import replicated_state, unchanged
 from hvdkit.sharding.shards import holding_of
 from hvdkit.sharding.variables import broadcast_variables
 
@@ -141,8 +141,8 @@ def compare_functions(model: Any, rows: Any, *, tests_rows: bool, trains: bool, 
         HvdkitError: what the model computes for a row depends on the other rows of its batch.
     """
     with unchanged(model, generators=not is_reading):
-        if is_reading and (state := _layer_state(model)):
-            broadcast_variables(state)
+        if is_reading and (state := replicated_state(model._flatten_layers())):
+            broadcast_variables(state)  # the first batch has changed it by each rank's rows
         coupled = couples_rows(model, rows, trains=trains) if tests_rows and rows is not None else ""
         outputs = _layer_outputs(model, rows)
         expected = broadcast_object(outputs)
@@ -164,17 +164,6 @@ def compare_functions(model: Any, rows: Any, *, tests_rows: bool, trains: bool, 
         holdings = gather(exchange, kind, lambda: _holdings(layer))
     odd = next(index for index, numbers in enumerate(calls) if first in numbers)
     raise CollectiveMismatchError(_message(layer, exchange.ranks[odd], holdings[odd], holdings[0]))
-
-
-def _layer_state(model: Any) -> list[Any]:
-    """Return the state of layers, such as moving statistics, which a rank's first batch has changed.
-
-    Without frozen weights, which are equal, and states of recurrent layers, which belong to a rank's rows.
-    """
-    layers = list(model._flatten_layers())
-    recurrent = {id(v) for layer in layers for v in recurrent_states(layer)}
-    state = {id(v): v for layer in layers for v in getattr(layer, "_non_trainable_variables", ())}
-    return [v for key, v in state.items() if key not in recurrent]
 
 
 def _message(layer: Any, rank: int, got: Mapping[str, str], expected: Mapping[str, str]) -> str:

@@ -388,8 +388,9 @@ class Shares(DataAdapter):
 
     @property
     def mean_batch_size(self) -> float | None:
-        """Rows per global batch, over an epoch; None if unknown."""
-        return None
+        """Rows per global batch, over an epoch; None if the data do not declare it."""
+        first = None if self._parts is not None else first_tensor(self.inner.get_tf_dataset().element_spec)
+        return None if first is None or not first.shape.rank or first.shape[0] is None else float(first.shape[0])
 
     def begin_training(self, epoch: int | None) -> None:
         """Prepare for training from ``epoch``, which a callback may have restored; None without such a callback."""

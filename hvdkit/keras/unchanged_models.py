@@ -49,6 +49,20 @@ def unchanged(model: Any, *, attributes: bool = True, generators: bool = True) -
             generator.setstate(state)
 
 
+def replicated_state(layers: Iterable[Any]) -> list[Any]:
+    """Return the variables of layers, apart from weights, that their calls may change, e.g. moving statistics.
+
+    Seeds, metrics and states of recurrent layers, which belong to the rows of a rank, are not among them.
+    """
+    found: dict[int, Any] = {}
+    for layer in layers:
+        recurrent = {id(v) for v in recurrent_states(layer)}
+        tracked = [v for v in getattr(layer, "_non_trainable_variables", ()) if id(v) not in recurrent]
+        untracked = [each.variable for each in untracked_variables(layer) if each.variable.dtype != tf.string]
+        found |= {id(getattr(v, "_value", v)): v for v in (*tracked, *untracked)}
+    return list(found.values())
+
+
 def values_of(variables: Iterable[Any]) -> list[tuple[Any, tf.Tensor]]:
     """Return variables with their values, without those that a first step has created and not initialized yet."""
     found: list[tuple[Any, tf.Tensor]] = []
@@ -72,11 +86,10 @@ def _restore_attributes(layer: Any, before: dict[str, Any]) -> None:
 
 def _state(model: Any, layers: Sequence[Any]) -> Iterator[Any]:
     """Yield the variables that a call may change: not weights, also if they are frozen."""
+    yield from replicated_state(layers)
     for layer in layers:
-        yield from getattr(layer, "_non_trainable_variables", ())
         yield from (generator.state for generator in getattr(layer, "_seed_generators", ()))
         yield from recurrent_states(layer)
         yield from (v for metric in getattr(layer, "_metrics", ()) for v in metric.variables)
-        yield from (each.variable for each in untracked_variables(layer) if each.variable.dtype != tf.string)
     yield from (v for metric in model.metrics for v in metric.variables)
     yield global_generator().state

@@ -48,7 +48,10 @@ class RunSummary:
             'trained 5 epochs, 65 steps in 6.5 s (1,280 examples/s)'
         """
         if not self.steps and self.checkpoint is not None:
-            return f"nothing to train: the run is already at step {self.step} ({printable(self.checkpoint)})"
+            return (
+                f"nothing to train: the run is already at step {self.step} ({printable(self.checkpoint)}); "
+                "pass more epochs or steps, or another logdir"
+            )
         epochs = "" if self.epochs is None else f"{counted(self.epochs, 'epoch')}, "
         to = "" if self.step is None else f", to step {self.step}"
         parts = [f"trained {epochs}{counted(self.steps, 'step')} in {self.seconds:.1f} s ({self._rate}){to}"]
@@ -67,9 +70,10 @@ class RunSummary:
             return f"{rate:.3g} steps/s"
         return f"{float(f'{rate * self.examples_per_step:.3g}'):,.10g} examples/s"
 
-    def report(self) -> None:
-        """Log the line, and write the file that ``HVDKIT_SUMMARY`` names. Called on the chief."""
-        get_logger().info("%s", self.line)
+    def report(self, *, logs: bool = True) -> None:
+        """Log the line, if ``logs``, and write the file that ``HVDKIT_SUMMARY`` names. Called on the chief."""
+        if logs:
+            get_logger().info("%s", self.line)
         file = os.environ.get(SUMMARY_VARIABLE)
         if not file:
             return

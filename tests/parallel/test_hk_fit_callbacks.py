@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from functools import partial
 from typing import ClassVar
@@ -389,3 +390,18 @@ def test_a_run_with_a_logdir_is_saved_at_the_end_of_an_epoch(rng, shared_path):
     expected, all_losses = fit()
     np.testing.assert_array_equal(losses, all_losses[1:])
     same_weights(model, expected)
+
+
+@pytest.mark.ranks(2, 3)
+def test_the_chief_says_what_all_ranks_have_trained(rng, capfd, shared_path, monkeypatch):
+    """Steps and examples are those of the job: 22 rows in global batches of 7, 7, 7 and 1."""
+    file = shared_path / "summary.json"
+    monkeypatch.setenv("HVDKIT_SUMMARY", str(file))
+    x, y = line(rng)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    hk.fit(model, x, y, batch_size=7, epochs=2, verbose=2)
+    assert capfd.readouterr().err.count("trained 2 epochs, 8 steps in ") == hk.is_chief()
+    hk.barrier()
+    facts = json.loads(file.read_text())
+    assert (facts["examples_per_step"], facts["ranks"]) == (5.5, hk.size())

@@ -198,6 +198,28 @@ def normalized(*more, is_built=True):
     return model
 
 
+class Tracking(layers.Layer):
+    """Keeps means of its batches in a variable of Keras and in one of TensorFlow, which Keras does not track."""
+
+    def __init__(self, *, is_declared):
+        super().__init__()
+        self.is_declared = is_declared
+
+    def build(self, shape):
+        self.mean = self.add_weight(shape=(), trainable=False)
+        self.untracked = [tf.Variable(0.0)]
+        if self.is_declared:
+            hk.synchronize(self.mean, "mean")
+            hk.synchronize(self.untracked[0], "chief")
+
+    def call(self, x, training=None):
+        outputs = x - self.mean - self.untracked[0]  # of earlier batches
+        if training:
+            self.mean.assign(keras.ops.mean(x))
+            self.untracked[0].assign(tf.reduce_mean(x))
+        return outputs
+
+
 class Batches(keras.utils.PyDataset):
     def __init__(self, x, y):
         super().__init__()
@@ -214,7 +236,7 @@ class Batches(keras.utils.PyDataset):
 
 @pytest.mark.core(2)
 @pytest.mark.ranks(2, 3)
-def test_moving_statistics_of_each_ranks_rows_are_no_difference_of_models(rng):
+def test_state_that_depends_on_each_ranks_rows_is_not_compared(rng):
     """Data of any kind: models are compared after the first batch unless the data are arrays."""
     x, y = line(rng, 64)
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
@@ -223,6 +245,11 @@ def test_moving_statistics_of_each_ranks_rows_are_no_difference_of_models(rng):
         steps = 4 if data is not dataset and isinstance(data, tf.data.Dataset) else None
         hk.fit(model, data, epochs=2, steps_per_epoch=steps, shuffle=False, verbose=0)
         hk.compare_variables(model.variables)
+        hk.fit(normalized(Tracking(is_declared=True)), data, epochs=2, steps_per_epoch=steps, shuffle=False, verbose=0)
+    with raises_on_several(
+        hk.CollectiveMismatchError, r"^model: got different values of .*; declare how ranks combine it"
+    ):
+        hk.fit(normalized(Tracking(is_declared=False)), dataset, verbose=0)
     with raises_on_several(hk.CollectiveMismatchError, r"^model: got other outputs of layer 'reads_global"):
         hk.fit(normalized(ReadsGlobal(), is_built=False), dataset, verbose=0)
 

@@ -50,6 +50,8 @@ def test_batches_of_unknown_size_are_counted_in_steps(fit):
 
     dataset = tf.data.Dataset.from_tensor_slices((np.zeros((100, 2)), np.zeros((100, 1)))).batch(32)
     assert re.search(r"trained 3 epochs, 12 steps in [\d.]+ s \([\d.]+ steps/s\)", fit(x=dataset, y=None))
+    declared = dataset.unbatch().batch(20, drop_remainder=True)
+    assert re.search(r"trained 3 epochs, 15 steps in [\d.]+ s \([\d,.]+ examples/s\)", fit(x=declared, y=None))
 
 
 def test_a_run_names_its_checkpoint_and_folder_once(fit, tmp_path):
@@ -58,13 +60,13 @@ def test_a_run_names_its_checkpoint_and_folder_once(fit, tmp_path):
     newest = hk.checkpoint.latest(logdir)
     assert text.count("trained ") == 1
     assert f", to step 12; newest checkpoint: {newest}; curves: tensorboard --logdir {logdir}" in text
-    assert f"nothing to train: the run is already at step 12 ({newest})" in fit(logdir=logdir)
+    assert f"nothing to train: the run is already at step 12 ({newest}); pass more epochs" in fit(logdir=logdir)
 
 
 def test_a_file_gets_the_same_facts(fit, tmp_path, monkeypatch):
     file = tmp_path / "summary.json"
     monkeypatch.setenv("HVDKIT_SUMMARY", str(file))
-    fit(verbose=2)
+    fit(verbose=0)
     facts = json.loads(file.read_text())
     assert facts.pop("seconds") > 0
     assert facts == {

@@ -23,6 +23,8 @@ WRONG = (
     (["-n", "2", "python", "x.py"], "did you mean: hvdkit run -np 2 -- python x.py"),
     (["--hlep"], "did you mean: hvdkit run --help"),
     (["--hlep", "--", "python", "x.py"], "did you mean: hvdkit run --help -- python x.py"),
+    (["--hlep", "-np", "2", "--", "python", "x.py"], "did you mean: hvdkit run --help -np 2 -- python x.py"),
+    (["--verbose", "-np", "2", "python"], "Unrecognized options: --verbose"),
     (["-np", "two", "python"], "-np: got two, expected a whole number"),
     (["--grace", "long", "python"], "--grace: got long, expected a number"),
     (["-np", "two", "python"], "for example: hvdkit run -np 4 -- python train.py"),
