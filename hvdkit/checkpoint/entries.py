@@ -20,6 +20,24 @@ Kind = Literal["replicated", "sharded", "per_rank"]
 Resize = Literal["keep", "mean", "sum"]
 Allowed = Literal["finite", "infinite", "any"]
 """Floating-point values that a tensor may contain: finite only, also infinities, or also NaN."""
+BEST_WEIGHTS = "callbacks.best_weights"
+"""Name in a Supervisor's ``state`` of the weights that callbacks will restore; one mapping per callback."""
+
+
+def key_of(name: str) -> str:
+    """Return the key of a tensor: those of a key are restored together, or none of them.
+
+    Example:
+        >>> key_of("model/dense/kernel"), key_of("state/callbacks.best_weights/EarlyStopping/0")
+        ('model', 'state/callbacks.best_weights/EarlyStopping')
+    """
+    parts = name.split("/")
+    return "/".join(parts[:3]) if is_optional(name) else parts[0]
+
+
+def is_optional(name: str) -> bool:
+    """Return True for tensors that a checkpoint need not have: a run may get another callback."""
+    return name.startswith(f"state/{BEST_WEIGHTS}/")
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from hvdkit.checkpoint.entries import State, StateTensor
+from hvdkit.checkpoint.entries import State, StateTensor, key_of
 from hvdkit.checkpoint.manifest import Manifest, TensorEntry
 from hvdkit.errors import CheckpointError
 
@@ -101,8 +101,8 @@ _Item = TypeVar("_Item")
 
 
 def _by_key(items: Mapping[str, _Item]) -> dict[str, dict[str, _Item]]:
-    """Return the items of each key of the state, the first part of their names, in order."""
+    """Return the items of each key of the state, in order."""
     found: dict[str, dict[str, _Item]] = {}
     for name, item in items.items():
-        found.setdefault(name.split("/", 1)[0], {})[name] = item
+        found.setdefault(key_of(name), {})[name] = item
     return found

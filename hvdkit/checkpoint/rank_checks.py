@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 from hvdkit import cluster
-from hvdkit.checkpoint.entries import State
+from hvdkit.checkpoint.entries import State, is_optional, key_of
 from hvdkit.checkpoint.files import checkpoint_errors
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.matching import without_numbers
@@ -172,7 +173,11 @@ def open_checkpoint(path: Path, into: Mapping[str, Any], *, gather: bool = False
     if not gather and len({each.checksum for each in ranks}) > 1:
         manifest = _read_again(path, str(chief.checksum))
     assert isinstance(manifest, Manifest)
-    return Opened(state, manifest, [each.indices for each in ranks], chief.rank_values)
+    keys = {key_of(name) for name in manifest.variables}
+    is_present = [not is_optional(name) or key_of(name) in keys for name in state.tensors]
+    state.tensors = dict(itertools.compress(state.tensors.items(), is_present))
+    indices = [list(itertools.compress(each.indices, is_present)) for each in ranks]
+    return Opened(state, manifest, indices, chief.rank_values)
 
 
 def _parse(path: Path) -> Manifest:

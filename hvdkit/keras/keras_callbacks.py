@@ -23,6 +23,7 @@ from hvdkit.keras.fit_session import FitSession
 from hvdkit.keras.model_optimizers import optimizers_of
 from hvdkit.keras.row_gathering import gather_rows
 from hvdkit.keras.shares import Shares
+from hvdkit.keras.supervisor_callback import SupervisorCallback, end_epoch, save_states_of
 from hvdkit.layers.batch_norm import check_batch_normalization
 from hvdkit.machine.terminal import on_terminal
 from hvdkit.sharding.variables import compare_variables
@@ -144,6 +145,7 @@ class CallbackList(keras.callbacks.CallbackList):
 
     Attributes:
         verbose: this rank's.
+        supervisors: those that save the run.
         epochs_trained: epochs that have ended in this ``fit``.
         steps_trained: steps in these epochs.
     """
@@ -183,6 +185,9 @@ class CallbackList(keras.callbacks.CallbackList):
                 model=session.model,
             )
 
+        self.supervisors = [each for each in local_callbacks if isinstance(each, SupervisorCallback)]
+        for supervisor in self.supervisors:
+            save_states_of(supervisor, local_callbacks)
         self._alone = [callback for callback in local_callbacks if _is_alone(callback)]
         needs = _compare_callbacks(all_callbacks, begin)
         self._combines_batch_logs = needs.batch_logs and trains
@@ -279,6 +284,8 @@ class CallbackList(keras.callbacks.CallbackList):
         if self._async_train:
             self._flush_futures()
         self._agree(f"on_epoch_end of epoch {epoch}", lambda: self._call("on_epoch_end", epoch, logs))
+        for supervisor in self.supervisors:  # after what the others have decided
+            end_epoch(supervisor, epoch)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Call the callbacks."""

@@ -7,10 +7,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import keras
+
 from hvdkit import cluster
 from hvdkit.checkpoint.files import local_path
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import HvdkitError, describe
+from hvdkit.keras.callback_states import CallbackStates, check_callbacks, continue_logs
 from hvdkit.keras.fit_session import is_running
 from hvdkit.keras.plain_fit import CheckedCallback
 from hvdkit.keras.step_callbacks import stateful_callbacks
@@ -30,6 +33,8 @@ class SupervisorCallback(CheckedCallback):
     ``hk.callbacks.BroadcastInitial``, ``keras.callbacks.BackupAndRestore`` and ``keras.callbacks.TensorBoard``. Put
     callbacks that read the restored state after it, and callbacks that change saved state after each step before it.
 
+    In plain ``fit``, put the callbacks of ``callbacks=`` before it, but ``CSVLogger`` after it.
+
     Args:
         logdir: the run's folder, shared by all ranks.
         until: end ``fit`` after this total number of steps; a run that has already reached it doesn't train.
@@ -37,11 +42,16 @@ class SupervisorCallback(CheckedCallback):
             ``fit`` resumes at the beginning of its last epoch.
         variables: as for ``hk.Supervisor``.
         state: as for ``hk.Supervisor``. States of hvdkit's callbacks (warm-up, step counts) are also saved.
+        callbacks: callbacks of the same plain ``fit`` whose states are saved, too: ``EarlyStopping``,
+            ``ReduceLROnPlateau``, ``ModelCheckpoint``, and others that define ``get_state()``, which returns plain
+            JSON values, and ``set_state(state)``. ``hk.fit`` passes all of its own. A ``CSVLogger`` appends to its file
+            if the run continues. If ``EarlyStopping`` has ended the run, it doesn't train.
         save_epochs: also save at the end of epochs, as long as saves take less than a tenth of the time.
         **options: any other argument of ``hk.Supervisor``: ``save_model_secs``, ``max_to_keep``, ...
 
     Attributes:
         supervisor: the session of the current or last ``fit``; None before the first.
+        stopped_by: the class of a restored callback that had ended the run, which ``fit`` then doesn't continue; or "".
 
     Raises:
         HvdkitError: in ``fit``, as for ``hk.Supervisor``.
@@ -74,6 +84,7 @@ class SupervisorCallback(CheckedCallback):
         data: GlobalBatches | DataPosition | None = None,
         variables: Iterable[AnyVariable] = (),
         state: Mapping[str, Any] | None = None,
+        callbacks: keras.callbacks.Callback | Iterable[keras.callbacks.Callback] = (),
         save_epochs: bool = False,
         **options: Any,
     ):
@@ -85,6 +96,9 @@ class SupervisorCallback(CheckedCallback):
         self._options = options
         self._variables = list(variables)
         self._state = dict(state or {})
+        self._callbacks = check_callbacks(callbacks)
+        self._states = CallbackStates([], [])
+        self.stopped_by = ""
         self._save_epochs = save_epochs
         self._epoch_steps = 0  # steps done in this epoch
         self._remaining_steps = 0  # steps left in an epoch that an earlier run began; 0 for any other epoch
@@ -95,18 +109,21 @@ class SupervisorCallback(CheckedCallback):
         """Restore or initialize, and set Keras's initial epoch."""
         self._step_counters = stateful_callbacks(self.model)
         self._epoch = _Epoch()
+        self._states = CallbackStates([*self._step_counters, self._epoch], self._callbacks)
         self.supervisor = Supervisor(
             self._logdir,
             model=self.model,
             data=self._data,
             variables=self._variables,
-            state={**self._state, "callbacks": _CallbackStates([*self._step_counters, self._epoch])},
+            state={**self._state, **self._states.to_save()},
             **self._options,
         )
         is_plain_fit = not is_running(self.model)
         self.supervisor.enter_fit(reports=is_plain_fit)
         begin_supervision(self.model, of_plain_fit=is_plain_fit)
         self._set_initial_epoch()
+        if is_plain_fit:
+            self._states.apply()  # to the callbacks before this one, which Keras calls first
 
     def _set_initial_epoch(self) -> None:
         step = self._session.global_step
@@ -116,7 +133,11 @@ class SupervisorCallback(CheckedCallback):
             expected = f"a divisor of the epoch's {steps} steps"
             raise ValueError(describe("steps_per_execution", got, expected, "pass one to model.compile"))
         epoch, done_steps = divmod(step, steps) if steps else self._epoch.at(step)
-        self.model._initial_epoch = sys.maxsize if self._is_done() else epoch
+        self.stopped_by = self._states.stopped_by
+        initial_epoch = sys.maxsize if self._is_done() or self.stopped_by else epoch
+        self.model._initial_epoch = initial_epoch
+        if self._session.restored_from is not None:
+            continue_logs(self._callbacks, initial_epoch)
         self._remaining_steps = 0
         if done_steps and self._data is None:
             message = (
@@ -132,6 +153,7 @@ class SupervisorCallback(CheckedCallback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Start counting the batches of this epoch."""
         super().on_epoch_begin(epoch, logs)
+        self._states.apply(last=True)  # now that all callbacks have begun training
         self.model._initial_epoch = None  # has been read, and is not for the fit of a callback
         self._epoch_steps = 0
         self._epoch.begin(epoch, self._session.global_step)
@@ -162,24 +184,20 @@ class SupervisorCallback(CheckedCallback):
         if not self.model.stop_training:  # otherwise training stopped within the epoch
             self._epoch.begin(epoch + 1, self._session.global_step)
         self._session.summary(**{f"epoch_{name}": value for name, value in (logs or {}).items()})
-        if self._session.preempted:  # has saved at this step
-            return
-        if getattr(self.model.optimizer, "use_ema", False):
-            # At the end of fit, Keras replaces the weights by their averages before it calls on_train_end.
-            self._session.save(wait=False)
-        elif self._save_epochs:
-            self._session.end_epoch()
-        if self._remaining_steps and self._data is not None:
+        if self._remaining_steps and self._data is not None and not self._session.preempted:
             self._remaining_steps = 0
             self._data.restore(self._data.state_at(self._session.global_step))  # the next pass starts here
         if self.model.stop_training is _END_OF_EPOCH:
             self.model.stop_training = False
+        if not is_running(self.model):
+            end_epoch(self, epoch)
 
     def on_train_end(self, logs: dict[str, float] | None = None) -> None:
         """Save any unsaved state and end the session."""
         self._end_session()
 
     def _end_session(self) -> None:
+        self._states.apply(last=True)  # also if there was no epoch
         end_supervision(self.model)
         self._session.__exit__(None, None, None)
 
@@ -198,6 +216,27 @@ class SupervisorCallback(CheckedCallback):
 
     def _steps_per_epoch(self) -> int | None:
         return self.params.get("steps") if self._data is None else self._data.steps_per_epoch
+
+
+def save_states_of(supervisor: SupervisorCallback, callbacks: Iterable[keras.callbacks.Callback]) -> None:
+    """Have a Supervisor save and restore the states of ``callbacks``, which are those of the same ``hk.fit``."""
+    supervisor._callbacks = [each for each in callbacks if each is not supervisor]
+
+
+def end_epoch(supervisor: SupervisorCallback, epoch: int) -> None:
+    """Save at the end of an epoch. ``hk.fit`` calls it after the ``on_epoch_end`` of all callbacks."""
+    session = supervisor._session
+    model = supervisor.model
+    has_decided = supervisor._states.is_of_keras
+    is_last = model.stop_training or epoch + 1 >= supervisor.params["epochs"]
+    if session.preempted:
+        if has_decided and supervisor._is_epoch_complete():  # the save in its last step was before its end
+            session.save()
+    elif getattr(model.optimizer, "use_ema", False) or (is_last and has_decided):
+        # Before on_train_end, Keras replaces the weights by their averages, and EarlyStopping by the best ones.
+        session.save(wait=False)
+    else:
+        session.end_epoch(saves=supervisor._save_epochs, has_changed=has_decided)
 
 
 # Ends the epoch like stop_training = True, but is distinguishable from another callback's request to stop.
@@ -227,25 +266,3 @@ class _Epoch:
     def restore(self, state: dict[str, int]) -> None:
         """Continue from a saved ``state``."""
         self.begin(state["number"], state["first_step"])
-
-
-class _CallbackStates:
-    """The states of hvdkit's callbacks and the epoch, by class name. Callbacks without saved state are unchanged."""
-
-    def __init__(self, callbacks: Iterable[Any]):
-        self._callbacks: dict[str, Any] = {}
-        for callback in callbacks:
-            kind = type(callback).__name__
-            number = sum(name.startswith(kind) for name in self._callbacks)
-            self._callbacks[f"{kind}{number or ''}"] = callback
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """Return the states of all callbacks."""
-        return {name: callback.state for name, callback in self._callbacks.items()}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Restore the states of all callbacks."""
-        for name, callback in self._callbacks.items():
-            if name in state:
-                callback.restore(state[name])

@@ -24,7 +24,8 @@ class RunSummary:
         seconds: since it began.
         examples_per_step: rows of a global batch, on average; None if unknown.
         epochs: epochs that ``hk.fit`` has trained, of which the last may be incomplete; None in a loop.
-        stopped: where ``hk.fit`` ended early, e.g. "after epoch 3 of 5", or "".
+        stopped: where ``hk.fit`` ended early, e.g. "after epoch 3 of 5"; if there was nothing to train, what had ended
+            the run, e.g. "by EarlyStopping"; or "".
         step: steps of all runs with this folder; None without a folder.
         checkpoint: the newest one; None without a folder.
         logdir: the folder of the run, or None.
@@ -48,10 +49,10 @@ class RunSummary:
             'trained 5 epochs, 65 steps in 6.5 s (1,280 examples/s)'
         """
         if not self.steps and self.checkpoint is not None:
-            return (
-                f"nothing to train: the run is already at step {self.step} ({printable(self.checkpoint)}); "
-                "pass more epochs or steps, or another logdir"
-            )
+            where = f"step {self.step} ({printable(self.checkpoint)})"
+            if self.stopped:
+                return f"nothing to train: the run was stopped {self.stopped} at {where}; pass another logdir"
+            return f"nothing to train: the run is already at {where}; pass more epochs or steps, or another logdir"
         epochs = "" if self.epochs is None else f"{counted(self.epochs, 'epoch')}, "
         to = "" if self.step is None else f", to step {self.step}"
         parts = [f"trained {epochs}{counted(self.steps, 'step')} in {self.seconds:.1f} s ({self._rate}){to}"]

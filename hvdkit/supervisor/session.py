@@ -255,9 +255,17 @@ class Supervisor:
         self.__enter__()
         _in_fit.add(self)
 
-    def end_epoch(self) -> None:
-        """Save at the end of an epoch, unless saves would take more than a tenth of the time. Every rank calls it."""
-        if not self._saver.busy and self._saver.step != self.global_step:
+    def end_epoch(self, *, saves: bool, has_changed: bool) -> None:
+        """Save at the end of an epoch, unless saves would take more than a tenth of the time. Every rank calls it.
+
+        Args:
+            saves: False to save only what has changed.
+            has_changed: whether the state may have changed since the last step, after which it may have been saved.
+        """
+        if self._saver.step == self.global_step:
+            if has_changed:
+                self.save(wait=False)
+        elif saves and not self._saver.busy:
             elapsed = time.monotonic() - self._saver.when
             if run_on_chief("the end of an epoch", lambda: self._saver.seconds <= _SAVING_SHARE * elapsed):
                 self.save(wait=False)

@@ -1,0 +1,223 @@
+"""A run that is killed and continued makes the decisions of one that was not: the states of callbacks are saved."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import keras
+import numpy as np
+import pytest
+
+import hvdkit as hk
+
+pytestmark = pytest.mark.usefixtures("removed")
+EPOCHS = 12
+
+
+class Killed(Exception):
+    """Ends a run at once, on every rank."""
+
+
+class KillAtEpoch(keras.callbacks.Callback):
+    """Ends the run when an epoch begins."""
+
+    def __init__(self, epoch: int | None):
+        super().__init__()
+        self.epoch = epoch
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == self.epoch:
+            raise Killed
+
+
+class Decay(keras.callbacks.Callback):
+    """A user's callback: halves the rate after every third epoch without a better loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses: list[float] = []
+
+    def get_state(self):
+        return {"losses": self.losses}
+
+    def set_state(self, state):
+        self.losses = list(state["losses"])
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.losses.append(logs["val_loss"])
+        if len(self.losses) % 3 == 0 and self.losses[-1] >= min(self.losses):
+            self.model.optimizer.learning_rate = self.model.optimizer.learning_rate * 0.5
+
+
+def data():
+    rng = np.random.default_rng(39)
+    x = rng.normal(size=(60, 4)).astype("float32")
+    y = (x[:, :1] > 0).astype("float32")
+    y[45:] = 1 - y[45:]  # validation gets worse as training gets better
+    return (x[:45], y[:45]), (x[45:], y[45:])
+
+
+def build(sharded):
+    keras.utils.set_random_seed(39)
+    layers = keras.layers
+    if sharded:
+        inputs = keras.Input((4,))
+        bins = layers.Discretization(bin_boundaries=[-1.0, -0.5, 0.0, 0.5, 1.0])(inputs)
+        table = hk.layers.ShardedEmbedding(6, 8)(bins)
+        outputs = layers.Dense(1, activation="sigmoid")(layers.Flatten()(table))
+        return keras.Model(inputs, outputs)
+    first = layers.Dense(8, activation="tanh")
+    last = layers.Dense(1, activation="sigmoid")
+    return keras.Sequential([keras.Input((4,)), first, layers.BatchNormalization(), layers.Dropout(0.1), last])
+
+
+def train(folder, run, *, kill_at=None, sharded=False, patience=4, epochs=EPOCHS, **options):
+    """Run the user's script once; return its History, model, and what it has written on the chief."""
+    model = build(sharded)
+    optimizer = keras.optimizers.Adam(0.05)
+    model.compile(hk.DistributedOptimizer(optimizer) if sharded else optimizer, "binary_crossentropy")
+    (x, y), validation = data()
+    best = folder / f"{run}.weights.h5"
+    callbacks = [
+        keras.callbacks.ModelCheckpoint(best, monitor="val_loss", save_best_only=True, save_weights_only=True),
+        keras.callbacks.ReduceLROnPlateau(monitor="val_loss", factor=0.5, patience=2, min_delta=1e-3),
+        keras.callbacks.EarlyStopping(monitor="val_loss", patience=patience, min_delta=1e-3, restore_best_weights=True),
+        keras.callbacks.CSVLogger(folder / f"{run}.csv"),
+        Decay(),
+        KillAtEpoch(kill_at),
+    ]
+    if sharded:
+        del callbacks[0]  # Keras's files have no place for sharded tables
+    given = {"logdir": folder / run, "batch_size": 16, "epochs": epochs, "validation_data": validation}
+    history = hk.fit(model, x, y, verbose=0, **{**given, "callbacks": callbacks, **options})
+    return history, model
+
+
+def outcome(model, folder, run):
+    weights = [np.array(weight) for weight in [*model.weights, *model.optimizer.variables]]
+    best = folder / f"{run}.weights.h5"
+    saved = None
+    if hk.is_chief():
+        saved = (folder / f"{run}.csv").read_text(), best.exists() and (best.stat().st_mtime_ns, best.read_bytes())
+    return weights, saved
+
+
+def assert_equal(got, expected):
+    assert len(got) == len(expected)
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(
+    "sharded", [pytest.param(False, marks=pytest.mark.core(2), id="replicated"), pytest.param(True, id="sharded")]
+)
+def test_a_run_that_is_killed_and_continued_decides_like_one_that_was_not(shared_path, sharded):
+    whole, model = train(shared_path, "whole", sharded=sharded)
+    assert 4 < len(whole.epoch) < EPOCHS, whole.history  # EarlyStopping has ended it
+    expected = outcome(model, shared_path, "whole")
+    for kill_at in (1, 2, 4):
+        with pytest.raises(Killed):
+            train(shared_path, "parts", sharded=sharded, kill_at=kill_at)
+    history, model = train(shared_path, "parts", sharded=sharded)
+    begin = history.epoch[0]
+    assert history.epoch == whole.epoch[begin:]
+    assert history.history == {name: values[begin:] for name, values in whole.history.items()}
+    weights, saved = outcome(model, shared_path, "parts")
+    assert_equal(weights, expected[0])
+    if hk.is_chief():
+        assert saved[0] == expected[1][0]  # the rows of the CSV file
+
+    # The same command again: the run is complete, and nothing is overwritten.
+    history, model = train(shared_path, "parts", sharded=sharded)
+    assert history.epoch == []
+    again, kept = outcome(model, shared_path, "parts")
+    assert_equal(again, weights)
+    assert kept == saved
+
+
+def test_a_run_that_is_complete_says_what_ended_it(shared_path, caplog):
+    _, model = train(shared_path, "run")
+    _, again = train(shared_path, "run")
+    steps = int(model.optimizer.iterations)
+    if hk.is_chief():
+        assert f"nothing to train: the run was stopped by EarlyStopping at step {steps} (" in caplog.text
+    history, _ = train(shared_path, "run", patience=8)  # more patience: it goes on
+    assert history.epoch[0] == steps // 3 and len(history.epoch) > 1
+    assert_equal(again.get_weights(), model.get_weights())
+
+
+def test_a_signal_in_the_last_step_of_an_epoch_keeps_its_decisions(shared_path):
+    """The run is saved in that step, and again after its validation."""
+    whole, _ = train(shared_path, "whole")
+
+    class StopAtStep(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if hk.is_chief() and int(self.model.optimizer.iterations) == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    keep = hk.callbacks.SupervisorCallback(shared_path / "parts", save_steps=1)
+    stopping = keras.callbacks.EarlyStopping(monitor="val_loss", patience=4, min_delta=1e-3)
+    with pytest.raises(SystemExit, match="75"):
+        train(shared_path, "parts", logdir=None, callbacks=[keep, stopping, StopAtStep()])
+    manifest = json.loads((hk.checkpoint.latest(shared_path / "parts") / "manifest.json").read_text())
+    saved = manifest["values"]["state/callbacks"]["EarlyStopping"]
+    epochs = manifest["values"]["position"]["global_step"] // 3
+    assert saved["wait"] == stopping.wait and saved["best"] == min(whole.history["val_loss"][:epochs])
+
+
+def test_in_plain_fit_the_callbacks_to_save_are_passed(shared_path):
+    def plain(run, epochs):
+        keras.utils.set_random_seed(39)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, activation="sigmoid")])
+        model.compile(hk.DistributedOptimizer(keras.optimizers.Adam(0.05)), "binary_crossentropy")
+        (x, y), validation = data()
+        rows = slice(hk.rank(), 44, hk.size()) if hk.size() < 3 else slice(hk.rank() * 14, hk.rank() * 14 + 14)
+        stopping = keras.callbacks.EarlyStopping(monitor="val_loss", patience=4, restore_best_weights=True)
+        plateau = keras.callbacks.ReduceLROnPlateau(monitor="val_loss", factor=0.5, patience=2)
+        keep = hk.callbacks.SupervisorCallback(shared_path / run, callbacks=[stopping, plateau], save_epochs=True)
+        callbacks = [hk.callbacks.MetricAverage(), stopping, plateau, keep]
+        history = model.fit(
+            x[rows], y[rows], batch_size=7, epochs=epochs, validation_data=validation, callbacks=callbacks, verbose=0
+        )
+        return history, model
+
+    whole, expected = plain("whole", EPOCHS)
+    plain("parts", 3)
+    history, model = plain("parts", EPOCHS)
+    assert history.epoch[0] == 3 and history.epoch == whole.epoch[3:]
+    assert_equal(model.get_weights(), expected.get_weights())
+    again, model = plain("parts", EPOCHS)
+    assert not again.epoch
+    assert_equal(model.get_weights(), expected.get_weights())
+
+
+def test_a_run_may_get_and_lose_callbacks(shared_path):
+    (x, y), validation = data()
+    for callbacks in ([], [keras.callbacks.EarlyStopping(patience=3, restore_best_weights=True)], []):
+        model = build(sharded=False)
+        model.compile("adam", "binary_crossentropy")
+        epochs = 2 if not (shared_path / "run").exists() else 4 if callbacks else 6
+        history = hk.fit(
+            model, x, y, epochs=epochs, validation_data=validation, logdir=shared_path / "run", callbacks=callbacks
+        )
+        assert history.epoch[-1] == epochs - 1
+
+
+def test_a_state_that_is_not_json_is_an_error_that_names_the_callback(shared_path):
+    class Model(keras.callbacks.Callback):
+        def get_state(self):
+            return {"model": self.model}
+
+        def set_state(self, state):
+            raise AssertionError(state)
+
+    (x, y), _ = data()
+    model = build(sharded=False)
+    model.compile("adam", "binary_crossentropy")
+    with pytest.raises(Exception, match=r"Model.get_state\(\).*JSON"):
+        hk.fit(model, x, y, epochs=2, logdir=shared_path, callbacks=[Model()])
+    with pytest.raises(TypeError, match="expected Keras callbacks"):
+        hk.callbacks.SupervisorCallback(shared_path, callbacks=[keras.callbacks.EarlyStopping])
