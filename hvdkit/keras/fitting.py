@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -279,8 +280,9 @@ def _warning_if_interrupted() -> Iterator[None]:
     """Warn on the chief, after Ctrl-C, that nothing was saved."""
     try:
         yield
-    except KeyboardInterrupt:
-        if cluster.is_chief():
+    except (KeyboardInterrupt, SystemExit) as error:  # SystemExit: in a collective that another rank has left
+        is_interrupted = isinstance(error, KeyboardInterrupt) or error.code == 128 + signal.SIGINT
+        if cluster.is_chief() and is_interrupted:
             remedy = "hk.fit(logdir='runs/a') saves the run, and the same command continues it"
             get_logger().warning("interrupted: nothing was saved; %s", remedy)
         raise

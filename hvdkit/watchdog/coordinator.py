@@ -124,6 +124,7 @@ class Coordinator:
         self.verdict: Verdict | None = None
         self._end = JobEnd(size, settings, self.members, self.judge, self._lines, writes_last=not under_run)
         self.messages = 0
+        self._ended_stopped: set[int] = set()  # ranks that have the order to end, of a job that is being stopped
         self._give_up_at: float | None = None  # after the verdict: when the remaining ranks count as lost
 
     # ---- messages ---------------------------------------------------------------------------------------------
@@ -205,6 +206,8 @@ class Coordinator:
             self._record(member, message, now)
         elif isinstance(message, Failed):
             self._record(member, message, now)
+            if self.stop_requested:
+                self._end_stopped(member, message.code)
             is_explained = not message.follows or self._leaving.have_ended
             # An error caused by another rank waits for that rank's own report.
             self._decide_at(now + (_GATHER_SECONDS if is_explained else LEAVE_SECONDS))
@@ -217,6 +220,8 @@ class Coordinator:
             self._handle_exit(member, message, now)
         elif isinstance(message, Unwound):
             member.unwound = True
+            if member.rank in self._ended_stopped:
+                member.send(Release(code=128 + signal.SIGINT))
         elif isinstance(message, Stacks):
             member.stacks = message
         elif isinstance(message, Flight):
@@ -319,6 +324,7 @@ class Coordinator:
             return
         self._leaving.release(now, all_joined=len(self.members) == self._size)
         if self.stop_requested:
+            self._end_waiting()
             return
         for rank in list(self._lost_ranks):
             member = self.members[rank]
@@ -340,6 +346,18 @@ class Coordinator:
         if self._decision_due is not None and now >= self._decision_due:
             self._decision_due = None
             self._decide(now)
+
+    def _end_stopped(self, member: Member, code: int) -> None:
+        """End a rank of a job that is being stopped, once: it has failed, or waits for one that has."""
+        if member.rank not in self._ended_stopped:
+            self._ended_stopped.add(member.rank)
+            member.send(End(code=code, unwind=self.settings.unwind))
+
+    def _end_waiting(self) -> None:
+        """After Ctrl-C: end ranks that wait in a collective for one that it has ended. Others may be saving."""
+        if self._ended_stopped:
+            for member in [one for one in self._running.values() if one.waits]:
+                self._end_stopped(member, 128 + signal.SIGINT)
 
     def _check_left_behind(self, now: float) -> None:
         """Blame a rank that has left the others by an exception; report waits that last long."""

@@ -104,6 +104,9 @@ class Verdict:
         return self.summary if self.rank is None else f"rank {self.rank} on {self.host} {self.summary}"
 
 
+AS_EVERY_RANK = ", as every rank did"
+
+
 def verdict(events: Iterable[RankEvent], size: int, hosts: Mapping[int, str] = {}) -> Verdict:
     """Return the verdict: which rank failed first, and how.
 
@@ -172,7 +175,7 @@ def _unknown(histories: Sequence[_History], texts: tuple[str, ...]) -> Verdict:
 
 def _summarize(blame: Failed, step: int | None, *, of_every_rank: bool) -> str:
     at = "" if step is None else f" at step {step}"
-    others = ", as every rank did" if of_every_rank else ""
+    others = AS_EVERY_RANK if of_every_rank else ""
     cause = f": {blame.cause}" if blame.cause else ""
     busy = f" (busy: {blame.busy})" if blame.busy else ""
     return f"{blame.verb}{at}{others}{cause}{busy}"

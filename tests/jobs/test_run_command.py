@@ -124,7 +124,9 @@ def test_an_error_before_init_is_in_the_last_line_and_the_engine_is_silent(tmp_p
     code, _, err, last = finish(start("-np", "2", code=failure, mark=str(tmp_path)))
     assert code == int(end[0]) and "[mpirun]" not in err, err
     assert re.fullmatch(
-        rf"hvdkit run: rank [01] on {HOST} ended with exit code {re.escape(end)}; the .* \d+\.\d s", last
+        rf"hvdkit run: rank [01] on {HOST} ended with exit code {end[0]}(, as every rank did)?"
+        rf"{re.escape(end[1:])}; the .* \d+\.\d s",
+        last,
     ), err
 
 
@@ -153,6 +155,54 @@ def test_a_signal_to_hvdkit_run_ends_all_ranks(tmp_path, number, code):
     if number != signal.SIGKILL:  # a rank that has saved must not end those still saving
         assert len(list(tmp_path.glob("saved-*"))) == 3
     wait_until(lambda: not left(mark))
+
+
+FIT = """
+import keras, numpy as np
+import hvdkit as hk
+hk.init()
+class Note(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 2: open({folder!r} + f'/up-{{RANK}}', 'w')
+model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(256), keras.layers.Dense(1)])
+model.compile('adam', 'mse')
+x = np.ones((640, 20), 'float32')
+hk.fit(model, x, x[:, :1], batch_size=64, epochs=1_000_000, verbose=0, callbacks=[Note()])
+"""
+
+
+def test_ctrl_c_ends_a_fit_that_saves_nothing_though_one_rank_may_wait_for_the_other(tmp_path):
+    """One rank raises KeyboardInterrupt, while another may have entered a collective, in which it would wait."""
+    process = start("-np", "2", "--grace", f"{4 * WAIT:g}", code=FIT.format(folder=str(tmp_path)), mark=str(tmp_path))
+    wait_until(lambda: len(list(tmp_path.glob("up-*"))) == 2)
+    process.send_signal(signal.SIGINT)
+    code, _, err, last = finish(process)  # waits less than the grace
+    assert code == 130 and "Traceback" not in err and "its ranks were ended" in last, err
+    assert "interrupted: nothing was saved" in err, err
+    wait_until(lambda: not left(str(tmp_path)))
+
+
+def test_ctrl_c_while_ranks_start_shows_no_traceback(tmp_path):
+    code = f"import threading\nopen({str(tmp_path)!r} + f'/up-{{RANK}}', 'w')\n"
+    code += "print('waiting', file=sys.stderr)\nthreading.Event().wait()"
+    process = start("-np", "2", code=code, mark=str(tmp_path))
+    wait_until(lambda: len(list(tmp_path.glob("up-*"))) == 2)
+    process.send_signal(signal.SIGINT)
+    code, out, err, _ = finish(process)
+    assert code == 130 and not out and "waiting" in err, err
+    assert "Traceback" not in err and "KeyboardInterrupt" not in err, err
+
+
+def test_an_error_of_every_rank_before_init_is_shown_once(tmp_path):
+    together = f"import hvdkit as hk\nfrom pathlib import Path\nPath({str(tmp_path)!r}, f'up-{{RANK}}').touch()\n"
+    together += f"while len(list(Path({str(tmp_path)!r}).glob('up-*'))) < 3: time.sleep(0.01)\nhk.size()"
+    code, _, err, last = finish(start("-np", "3", code=together, mark=str(tmp_path)))
+    lines = err.splitlines()
+    assert code == 1 and sum("Traceback" in line for line in lines) == 1, err
+    assert lines[1].startswith("[ranks 0-2] Traceback"), err
+    assert re.search(
+        r"rank \d on .* ended with exit code 1, as every rank did: .*hk\.init\(\): not called yet", last
+    ), err
 
 
 def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(tmp_path):

@@ -285,6 +285,18 @@ def test_ranks_have_their_time_to_unwind_though_another_one_has_left():
     assert job.lines == ["hvdkit: rank 2 on host-0 failed at step 3: ValueError: the disk is full"]
 
 
+def test_ctrl_c_ends_a_rank_that_waits_for_an_interrupted_one_and_none_that_may_be_saving():
+    job = Job(3)
+    job.coordinator.stop_requested = True
+    job.say(1, Failed(cause="KeyboardInterrupt", verb="was interrupted", code=130))
+    assert [type(order) for order in job.sent[1]] == [End] and job.sent[1][0].code == 130
+    job.say(1, Unwound())
+    assert job.sent[1][-1] == Release(code=130)
+    job.say(0, Status(in_graph=[CollectiveRecord(9, "g", "allreduce", "train.py:7", "", 4, 1, 1.0, None)]))
+    job.run(1.0)
+    assert [type(order) for order in job.sent[0]] == [End] and not job.sent[2]
+
+
 # ---- ranks that wait for others -----------------------------------------------------------------------------------
 
 

@@ -9,6 +9,8 @@ from hvdkit.watchdog.rank_texts import tag
 
 # Seconds that a line waits for other ranks to write it, too; lines and bytes that wait at most.
 WAIT_SECONDS = 0.5
+# The same for ranks that start: one may load its libraries later than another.
+START_SECONDS = 2.0
 _MOST_LINES = 200
 _MOST_BYTES = 1 << 20
 # hvdkit's own lines are already tagged, for launchers without tags. Rank 0 writes some of other ranks.
@@ -21,18 +23,15 @@ class _Line:
     channel: int
     plain: bytes  # without colors
     text: bytes
-    since: float
+    until: float
     ranks: list[int] = field(default_factory=list)
 
 
 class AlikeLines:
     """Joins lines that ranks write alike, apart from colors. The lines of each rank keep their order.
 
-    Args:
-        joins: whether to join lines; otherwise none waits.
-
     Example:
-        >>> lines = AlikeLines(joins=True)
+        >>> lines = AlikeLines()
         >>> lines.begin(2)
         >>> for rank in (0, 1):
         ...     lines.add(rank, 1, b"epoch 1", now=0.0)
@@ -40,8 +39,7 @@ class AlikeLines:
         [(1, b'[ranks 0-1] epoch 1')]
     """
 
-    def __init__(self, *, joins: bool) -> None:
-        self._joins = joins
+    def __init__(self) -> None:
         self._waiting: list[_Line] = []
         self._bytes = 0  # of the lines that wait
         self._running: set[int] = set()
@@ -59,12 +57,12 @@ class AlikeLines:
         """True if so many lines wait that they have to be taken before others are added."""
         return len(self._waiting) > _MOST_LINES or self._bytes > _MOST_BYTES
 
-    def add(self, rank: int, channel: int, text: bytes, now: float) -> None:
-        """Add a line of a rank."""
+    def add(self, rank: int, channel: int, text: bytes, now: float, *, seconds: float = WAIT_SECONDS) -> None:
+        """Add a line of a rank, which waits for ``seconds``; if 0, lines before it do not wait any longer either."""
         own = _TAG.match(text)
         if own is not None and int(own[1]) == rank:
             text = text[own.end() :]
-        if not self._joins:
+        if not seconds:
             self._waiting.append(_Line(channel, text, text, now, [rank]))
             return
         plain = _ESCAPE.sub(b"", text)
@@ -72,7 +70,7 @@ class AlikeLines:
         following = self._waiting[last + 1 :]
         line = next((each for each in following if each.plain == plain and each.channel == channel), None)
         if line is None:
-            line = _Line(channel, plain, text, now)
+            line = _Line(channel, plain, text, now + seconds)
             self._waiting.insert(last + 1, line)
             self._bytes += len(text)
         line.ranks.append(rank)
@@ -81,7 +79,7 @@ class AlikeLines:
 
     def take(self, now: float, *, everything: bool = False) -> list[tuple[int, bytes]]:
         """Return channel and tagged text of the lines that wait no longer, and of those before them."""
-        is_over = everything or not self._joins or self.is_full
+        is_over = everything or self.is_full
         number = len(self._waiting) if is_over else self._number_due(now)
         taken = self._waiting[:number]
         del self._waiting[:number]
@@ -92,7 +90,7 @@ class AlikeLines:
         """Return the number of lines up to the last one that has waited long enough, and of complete ones after it."""
         number = 0
         for index, line in enumerate(self._waiting, 1):
-            if now - line.since >= WAIT_SECONDS or (index == number + 1 and self._running <= set(line.ranks)):
+            if now >= line.until or (index == number + 1 and self._running <= set(line.ranks)):
                 number = index
         return number
 

@@ -27,7 +27,7 @@ from hvdkit.watchdog.channel import Offer, Output, listen
 from hvdkit.watchdog.coordinator import Coordinator
 from hvdkit.watchdog.events import HoldOutput
 from hvdkit.watchdog.settings import RUN_VARIABLE, WatchdogSettings
-from hvdkit.watchdog.verdict import PREEMPTED, Verdict, shell_code
+from hvdkit.watchdog.verdict import AS_EVERY_RANK, PREEMPTED, Verdict, shell_code
 
 # Seconds for the engine to end once all ranks have ended: after success; after a failure (or a signal before all ranks
 # had started); if a host is cut off. After a failure the engine has nothing to add, but Open MPI's waits for seconds if
@@ -190,7 +190,8 @@ class Attempt:
 
     def _write_output(self, rank: int, output: Output) -> None:
         """Write the output of a rank; put the rank on hold if the reader of this process pauses or is too slow."""
-        self.output.feed(rank, output.channel, output.data)
+        is_starting = self._coordinator.members[rank].pid is None
+        self.output.feed(rank, output.channel, output.data, is_starting=is_starting)
         if rank not in self._paused_ranks and self.output.waiting > self._max_unread:
             self._paused_ranks.add(rank)
             self._coordinator.members[rank].send(HoldOutput(hold=True))
@@ -289,9 +290,11 @@ class Attempt:
         elif self._stopped_by is None:
             self._stopped_by = number
             self._coordinator.stop_requested = True
-            self.output.line(
-                f"hvdkit run: {number.name}: ranks have {self._grace:g} s to end; send it again to end them now"
-            )
+            again = "press Ctrl-C again" if number == signal.SIGINT else "send it again"
+            self.output.line(f"hvdkit run: {number.name}: ranks have {self._grace:g} s to end; {again} to end them now")
+            for rank, member in self._coordinator.members.items():
+                if number == signal.SIGINT and member.pid is None:
+                    self.output.interrupt(rank)
             self._coordinator.signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
             self._kill_at = time.monotonic() + self._grace
         elif number == self._stopped_by:
@@ -317,7 +320,8 @@ class Attempt:
             # Python's exit code for an exception; before hk.init(), nothing reports which.
             is_unreported = verdict.code == 1 and members[verdict.rank].pid is None
             if is_unreported and (error := self.output.last_error(verdict.rank)):
-                tail = f": {error}{tail}"
+                is_alike = self._size > 1 and all(self.output.last_error(rank) == error for rank in range(self._size))
+                tail = f"{AS_EVERY_RANK if is_alike else ''}: {error}{tail}"
             return replace(verdict, summary=verdict.summary + tail, final=is_preempted, flight=self._coordinator.flight)
         summary = verdict.summary
         if not members:

@@ -11,7 +11,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from hvdkit.commands.run.alike_lines import AlikeLines
+from hvdkit.commands.run.alike_lines import START_SECONDS, WAIT_SECONDS, AlikeLines
 from hvdkit.machine.terminal import is_terminal
 from hvdkit.watchdog.lines import Writer, write_all
 
@@ -23,6 +23,7 @@ _ERASED = re.compile(rb".*\x1b\[2K|\x1b\[0?K", re.DOTALL)
 _CURSOR = re.compile(rb"\x1b\[\?25[hl]")
 # The last line of Python's report of an exception.
 _ERROR = re.compile(rb"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Group)(: .*)?")
+_TRACEBACK = b"Traceback (most recent call last):"
 _ESCAPE = re.compile(r"(\x1b\[[0-9;?]*[A-Za-z])")
 
 Shown = Literal["all", "merged", "rank0", "files"]
@@ -48,7 +49,9 @@ class OutputWriter:
         self._partial: dict[tuple[int, int], bytes] = {}
         self._terminals = [channel for channel, file in files.items() if is_terminal(file)]
         self._shown: Shown = shown or ("merged" if files and len(self._terminals) == len(files) else "all")
-        self._lines = AlikeLines(joins=self._shown == "merged")
+        self._lines = AlikeLines()
+        self._seconds = WAIT_SECONDS if self._shown == "merged" else 0.0  # that lines wait
+        self._interrupted: dict[int, list[bytes]] = {}  # lines of standard error, of ranks that Ctrl-C has interrupted
         self._has_output = False
         self._bar = b""  # the progress bar that the terminal shows
         self._writers: dict[tuple[int, int], Writer] = {}
@@ -74,8 +77,16 @@ class OutputWriter:
             why = ", ".join(sorted(problems))
             self.line(f"hvdkit run: standard output or error could not be written ({why}): lines of ranks were lost")
 
-    def feed(self, rank: int, channel: int, data: bytes) -> None:
-        """Add output of ``rank``, and write the lines that it completes."""
+    def feed(self, rank: int, channel: int, data: bytes, *, is_starting: bool = False) -> None:
+        """Add output of ``rank``, and write the lines that it completes.
+
+        Args:
+            rank: the rank.
+            channel: 1 or 2, standard output or error.
+            data: any number of bytes.
+            is_starting: it has not called ``hk.init()``: what ranks write alike to standard error is shown once, as
+                nothing else joins the tracebacks of errors in every rank.
+        """
         if self._logs is not None:
             self._write_log(rank, data)
         if not self._has_output:
@@ -89,14 +100,23 @@ class OutputWriter:
             lines = [*lines, rest]
             rest = b""
         self._partial[rank, channel] = rest
-        self._add(rank, channel, lines)
+        self._add(rank, channel, lines, seconds=START_SECONDS if is_starting and channel == 2 else self._seconds)
         if rank == 0 and channel in self._terminals and self._shown != "files":
             bar = visible(rest)
             self._show(b"[rank 0] " + bar if bar else b"")
 
-    def _add(self, rank: int, channel: int, lines: list[bytes]) -> None:
+    def interrupt(self, rank: int) -> None:
+        """After Ctrl-C, do not write a traceback of KeyboardInterrupt in which ``rank`` ends."""
+        self._interrupted.setdefault(rank, [])
+
+    def _add(self, rank: int, channel: int, lines: list[bytes], *, seconds: float) -> None:
         if not lines:
             return
+        if channel == 2 and (held := self._interrupted.get(rank)) is not None:
+            begins = (index for index, line in enumerate(lines) if line.startswith(_TRACEBACK))
+            number = 0 if held else next(begins, len(lines))
+            held += lines[number:]
+            lines = lines[:number]
         if channel == 2:
             self._last_lines[rank] = next(filter(None, reversed(lines)), self._last_lines.get(rank, b""))
         if self._shown == "files" or (self._shown == "rank0" and rank != 0):
@@ -105,7 +125,7 @@ class OutputWriter:
         for line in lines:
             if self._lines.is_full:  # each line is compared with those that wait
                 self._write_lines(now)
-            self._lines.add(rank, channel, visible(line), now)
+            self._lines.add(rank, channel, visible(line), now, seconds=seconds)
         was_bar = False
         if rank == 0 and channel in self._terminals:  # the bar has become one of the lines
             self._show(b"")
@@ -170,7 +190,9 @@ class OutputWriter:
         for channel in (1, 2):
             rest = self._partial.pop((rank, channel), b"")
             if visible(rest):
-                self._add(rank, channel, [rest])
+                self._add(rank, channel, [rest], seconds=self._seconds)
+        lines = without_interrupt(self._interrupted.pop(rank, []))
+        self._add(rank, 2, lines, seconds=WAIT_SECONDS)
         self._lines.ended(rank)
         self._write_lines(time.monotonic())
         if rank in self._open_logs:
@@ -208,6 +230,19 @@ class OutputWriter:
         descriptor = self._files[channel].fileno()
         status = os.fstat(descriptor)
         self._writers.setdefault((status.st_dev, status.st_ino), Writer(descriptor)).write(data)
+
+
+def without_interrupt(lines: list[bytes]) -> list[bytes]:
+    """Return lines without the traceback of a KeyboardInterrupt at their end.
+
+    Example:
+        >>> without_interrupt([b"loading", b"Traceback (most recent call last):", b"  ...", b"KeyboardInterrupt"])
+        [b'loading']
+    """
+    if not lines or not lines[-1].startswith(b"KeyboardInterrupt"):
+        return lines
+    begins = (index for index, line in enumerate(lines) if line.startswith(_TRACEBACK))
+    return lines[: next(begins, len(lines) - 1)]
 
 
 def visible(line: bytes) -> bytes:
