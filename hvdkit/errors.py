@@ -232,6 +232,10 @@ def printable(text: object, *, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
+SEE = "see `hvdkit docs "
+"""How a message begins to name a page of the documentation."""
+
+
 def see(page: str) -> str:
     """Return the end of a message that names a page of the documentation. A test checks that the page exists.
 
@@ -239,7 +243,7 @@ def see(page: str) -> str:
         >>> see("launching#hosts")
         'see `hvdkit docs launching#hosts`'
     """
-    return f"see `hvdkit docs {page}`"
+    return f"{SEE}{page}`"
 
 
 def integer(name: str, value: object, *, minimum: int) -> int:

@@ -88,16 +88,17 @@ def fit(
         validation_steps: global batches of the validation data to evaluate.
         validation_batch_size: rows per global batch of the validation data. Default ``batch_size``.
         validation_freq: epochs between validations, or a list of epochs after which to validate.
-        logdir: a folder that all ranks share, in which the run is saved at the end of epochs and every ten minutes. The
-            next call with this folder continues: within the epoch with ``GlobalBatches``, otherwise the epoch in which
-            the run ended begins again. ``hk.callbacks.SupervisorCallback`` saves at other times.
+        logdir: a folder that all ranks share, in which the run is saved every ten minutes, and at the end of epochs as
+            long as saves take less than a tenth of the time. The next call with this folder continues: within the epoch
+            with ``GlobalBatches``, otherwise the epoch in which the run ended begins again. Callbacks continue with
+            their counters and best values. ``hk.callbacks.SupervisorCallback`` saves at other times.
         loss_scope: where losses are computed: "rows" on each rank's rows, right for means and sums over rows; "batch"
             by every rank on the gathered labels and predictions of the global batch, right for any loss, e.g. Dice.
             "auto" finds out which losses are means of their rows in the first step, which gathers all that it does not
             know. Metric functions are always tested.
 
     Returns:
-        Keras's ``History``, the same on every rank.
+        Keras's ``History``, the same on every rank: the epochs of this call, of which a complete run has none.
 
     Raises:
         ValueError: ``batch_size`` is less than the number of ranks, ``loss_scope`` is invalid, a metric's state cannot

@@ -18,7 +18,7 @@ from hvdkit.data import GlobalBatches
 from hvdkit.data.division import division_of
 from hvdkit.data.files.source import FileSource
 from hvdkit.data.mixtures import Mixture
-from hvdkit.errors import describe
+from hvdkit.errors import describe, see
 from hvdkit.internals import ArrayDataAdapter, DataAdapter, PyDatasetAdapter, context, data_adapters
 from hvdkit.keras.array_shares import ArrayShares
 from hvdkit.keras.global_batch_shares import GlobalBatchShares
@@ -212,7 +212,8 @@ def _is_shuffled_by_python(shares: Shares | None) -> bool:
 
 _WHOLE_DATA = (
     "remove what divides the data among ranks, such as x[rank::size] or dataset.shard(size, rank): hk.fit does that; "
-    "seed what draws or shuffles them (keras.utils.set_random_seed)"
+    "seed what draws or shuffles them (keras.utils.set_random_seed); "
+    f"{see('pitfalls#a-split-or-shuffle-without-a-seed')}"
 )
 
 

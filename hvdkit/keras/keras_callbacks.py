@@ -372,7 +372,8 @@ class CallbackList(keras.callbacks.CallbackList):
         digests = [digest for digest, _ in found]
         remedy = (
             "remove dataset.shard(size, rank), as hk.fit divides batches; give shuffle(), random maps and splits of "
-            "the dataset a seed (keras.utils.set_random_seed), and every rank the same files"
+            "the dataset a seed (keras.utils.set_random_seed), and every rank the same files; "
+            f"{see('pitfalls#a-split-or-shuffle-without-a-seed')}"
         )
         if any(each is not None and each.has_workers for each in (self._data, self._test_data)):
             remedy = (

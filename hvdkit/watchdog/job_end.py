@@ -145,7 +145,7 @@ class JobEnd:
             self._lines.line(f"hvdkit: {verdict.line}")
 
         def write() -> None:
-            if verdict.common:  # who waited for whom explains nothing
+            if verdict.common:
                 return
             self.flight = flight_file.write(verdict.line, ranks, self._size)
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from hvdkit.errors import HvdkitError, printable, see
+from hvdkit.errors import SEE, HvdkitError, printable, see
 from hvdkit.watchdog.ending import Exit, end_process, ending, is_victim
 from hvdkit.watchdog.events import Failed, Raised
 from hvdkit.watchdog.lines import flush_streams, write_line
@@ -217,8 +217,10 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def pages_of(error: BaseException) -> list[str]:
-    """Return the line that names the documentation's page about ``error``, or an empty list."""
-    return [see(error.page)] if isinstance(error, HvdkitError) and error.page is not None else []
+    """Return the line that names the documentation's page about ``error``; empty if its message names one."""
+    if not isinstance(error, HvdkitError) or error.page is None or SEE in str(error):
+        return []
+    return [see(error.page)]
 
 
 _TRACEBACK = "Traceback (most recent call last):"

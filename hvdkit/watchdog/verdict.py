@@ -82,7 +82,7 @@ class Verdict:
         step: steps it had trained.
         texts: tracebacks, each tagged with the ranks that reported it, that of ``rank`` last.
         orderly: whether all ranks can exit normally.
-        common: whether all ranks reported the same traceback.
+        common: whether every rank reported an error of its own: none has waited for another one.
         final: the job was stopped, and must not be restarted.
         flight: the line about the flight recorder's file, or "".
     """
@@ -146,16 +146,15 @@ def verdict(events: Iterable[RankEvent], size: int, hosts: Mapping[int, str] = {
     if step is None:  # ranks step together
         step = max((one.step for one in histories if one.step is not None), default=None)
     groups.sort(key=lambda ranks: first.rank in ranks)
-    is_common = any(len(ranks) == size for ranks in groups)
     return Verdict(
         blame.code,
-        _summarize(blame, step, of_every_rank=is_common and size > 1),
+        _summarize(blame, step, of_every_rank=len(groups) == 1 and len(raised) == size > 1),
         first.rank,
         hosts.get(first.rank, ""),
         step,
         texts=tuple(tagged(ranks, raised[ranks[0]]) for ranks in groups),
         orderly=not any(one.is_dead for one in histories),
-        common=is_common,
+        common=len(raised) == size,
     )
 
 

@@ -271,7 +271,7 @@ def test_the_same_traceback_of_several_ranks_is_kept_once():
     other = of(1, Failed(cause="ValueError: two", text="two"), at=2.0)
     found = verdict([*raised[:1], *raised[-1:], *other], 3, HOSTS)
     assert found.rank == 1 and [text.partition("]")[0] for text in found.texts] == ["[ranks 0,2", "[rank 1"]
-    assert not found.common
+    assert found.common and "as every rank did" not in found.line
 
 
 def test_a_rank_that_has_finished_is_not_blamed_for_what_another_one_fails_at_later():

@@ -251,5 +251,5 @@ def _hosts(config: RunConfig, environment: dict[str, str]) -> tuple[Host, ...]:
     if path := environment.get("PBS_NODEFILE"):  # one slot per line
         return read_hostfile(Path(path), "PBS_NODEFILE")
     if config.np is None:
-        raise ValueError(describe("-np", "none", "a number of ranks", "hvdkit run -np 4 -- python train.py"))
+        raise ValueError(describe("-np", "none", "a number of ranks", "write: hvdkit run -np 4 -- python train.py"))
     return (Host(socket.gethostname(), config.np),)
