@@ -106,7 +106,7 @@ def _record(config: CheckSteps, ranks: int, script: Sequence[str], request: str)
     print(f"hvdkit check: {script[0]} on {counted(ranks, 'rank')}", file=sys.stderr, flush=True)
     program = [sys.executable, "-m", _PROGRAM, *script]
     job = prepare(config.run_config(ranks), program, {RECORD_VARIABLE: request})
-    code = restarts.run(job, program, OutputWriter({1: sys.stdout.buffer, 2: sys.stderr.buffer}))
+    code = restarts.run(job, program, OutputWriter({1: sys.stdout.buffer, 2: sys.stderr.buffer})).code
     if code:
         print(
             f"hvdkit check: {script[0]} failed on {counted(ranks, 'rank')} with exit code {code}",

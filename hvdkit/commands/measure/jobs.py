@@ -50,8 +50,8 @@ def launch(
     """Run ``program`` on all ranks; return its exit code, and the results printed by the chief, if any."""
     job = prepare(config.run_config(np), program, variables)
     output = ResultsFilter({1: sys.stdout.buffer, 2: sys.stderr.buffer})
-    code = restarts.run(job, program, output)
-    return code, output.results
+    verdict = restarts.run(job, program, output)
+    return verdict.code, output.results
 
 
 class ResultsFilter(OutputWriter):

@@ -19,4 +19,12 @@ with ``command.py``; ``attempt.py`` is the main loop. The modules:
     output.py          whole lines of all ranks in one stream, and one log per rank
     restarts.py        repeated attempts: the hosts of the next one, and when it starts
     kubernetes.py      pure: an MPIJob for Kubernetes
+
+``hk.run`` starts a function instead of a program:
+
+    run_function.py       in the caller's process: pickles the function, forwards the output, returns the results
+    function_process.py   entry point of the two kinds of processes that follow
+    function_launcher.py  in a child process: starts the job as ``hvdkit run`` does
+    function_transfer.py  transfers the function to the ranks, and their outcomes back
+    function_rank.py      the program of each rank: calls the function
 """

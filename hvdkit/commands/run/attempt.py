@@ -121,7 +121,7 @@ class Attempt:
             ValueError: the engine cannot be started.
             ClusterError: this host cannot listen, or another host cannot write the file with the job's token.
         """
-        allow_files(2 * self._size)  # a connection and a log for each rank
+        allow_files(3 * self._size)  # for each rank a connection, a log, and a transfer of a function or its outcome
         offer = self._open_coordinator()
         file = None
         processes.adopt_orphans()
@@ -136,6 +136,8 @@ class Attempt:
             self._drain()
         finally:
             self._coordinator.close()
+            if self.job.function is not None:
+                self.job.function.close()
             self._selector.close()
             processes.end_descendants(_CHILDREN_SECONDS)
             if file is not None:
@@ -154,6 +156,8 @@ class Attempt:
         addresses = self.network.addresses
         try:
             listeners = listen(addresses)
+            if self.job.function is not None:
+                self.job.function.open(addresses, self._size)
         except OSError as error:
             at = ", ".join(addresses)
             raise ClusterError(f"hvdkit run cannot listen at {at} ({error}); pass another --interface") from error

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from hvdkit.commands.options import output_errors
 from hvdkit.commands.run import restarts
 from hvdkit.commands.run.config import RunConfig
-from hvdkit.commands.run.job import prepare, with_interpreter
+from hvdkit.commands.run.job import Job, prepare, with_interpreter
 from hvdkit.commands.run.output import OutputWriter
 from hvdkit.commands.run.preflight import raise_problems
+from hvdkit.watchdog.verdict import Verdict
 
 # Arguments that engines interpret themselves: the separator of programs, and the end of options.
 _ENGINES_OWN = (":", "--")
@@ -40,6 +41,17 @@ def run(config: RunConfig, program: Sequence[str]) -> int | str:
         network, answers = job.network(hosts)
         raise_problems(answers)
         return str(job.command_line(hosts, plain(program), network.interface))
+    return start(job, program).code
+
+
+def start(job: Job, program: Sequence[str]) -> Verdict:
+    """Start ``program`` on all ranks and wait for its end; return the verdict on the last attempt.
+
+    Raises:
+        ValueError: the folder for logs cannot be written.
+        ClusterError: a host fails the check, or a disk is full; nothing has been started.
+    """
+    config = job.config
     job.check_temporary_files()
     if config.logs is not None:
         with output_errors("--logs", config.logs, "folder"):

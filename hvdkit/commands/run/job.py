@@ -23,6 +23,7 @@ from hvdkit.commands.run.engines import (
     engine_environment,
     select_variables,
 )
+from hvdkit.commands.run.function_transfer import FunctionServer
 from hvdkit.commands.run.host_probe import temporary_problem
 from hvdkit.commands.run.hosts import Host, parse_hosts, place_ranks, read_hostfile, slots_of, slurm_hosts
 from hvdkit.commands.run.preflight import THIS_HOST, Answer, Network, Remote, check, network, srun_command, ssh_command
@@ -48,6 +49,7 @@ class Job:
         engine: starts the ranks.
         names: environment variables to pass to ranks.
         environment: environment of this process, without variables of a job that it may belong to.
+        function: serves the function of ``hk.run`` to the ranks, or None.
     """
 
     config: RunConfig
@@ -55,6 +57,7 @@ class Job:
     engine: Engine
     names: tuple[str, ...]
     environment: dict[str, str]
+    function: FunctionServer | None = None
 
     @property
     def by_slurm(self) -> bool:
@@ -143,6 +146,7 @@ class Job:
         """Return the program for the sentinel of a rank: ``command``, its environment and its terminal."""
         # Under Gloo, --env variables are sent this way: horovodrun would put their values on a command line.
         added = {name: self.environment[name] for name in self.config.env} if self.engine.name == "gloo" else {}
+        added |= {} if self.function is None else self.function.variables
         added["PYTHONUNBUFFERED"] = self.environment.get("PYTHONUNBUFFERED", "1")
         added["GLIBC_TUNABLES"] = with_huge_pages(self.environment.get("GLIBC_TUNABLES", ""))
         terminal = None

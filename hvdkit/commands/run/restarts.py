@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hvdkit.commands.run.attempt import Attempt, Signals
 from hvdkit.commands.run.hosts import Host, place_ranks, slots_of
@@ -69,11 +70,12 @@ def is_final(verdict: Verdict) -> bool:
     return verdict.code in (0, USAGE, NonFiniteError.exit_code) or verdict.final
 
 
-def run(job: Job, program: Sequence[str], output: OutputWriter) -> int:
+def run(job: Job, program: Sequence[str], output: OutputWriter) -> Verdict:
     """Run attempts until one succeeds or is stopped, or all restarts are used.
 
     Returns:
-        The exit code of the last attempt; :data:`TOO_FEW_HOSTS` if too few hosts were left for the last restart.
+        The verdict on the last attempt, with exit code :data:`TOO_FEW_HOSTS` if too few hosts were left for the last
+        restart.
 
     Raises:
         ClusterError: before the first attempt, a host fails the check.
@@ -92,12 +94,12 @@ def run(job: Job, program: Sequence[str], output: OutputWriter) -> int:
                     break
 
 
-def _attempts(job: Job, program: Sequence[str], output: OutputWriter, signals: Signals) -> int:
+def _attempts(job: Job, program: Sequence[str], output: OutputWriter, signals: Signals) -> Verdict:
     config = job.config
     hosts = job.first_hosts()
     network, answers = job.network(hosts)
     if (stopped := signals.wait(0)) is not None:  # Ctrl-C also ends ssh, which is not the hosts' fault
-        return shell_code(-stopped)
+        return _stopped(stopped)
     raise_problems(answers)
     output.line(f"hvdkit run: {job.start_line(hosts)}")
     pool = HostPool(job.hosts, config.np, min_slots=config.min_np or slots_of(hosts))
@@ -116,23 +118,30 @@ def _attempts(job: Job, program: Sequence[str], output: OutputWriter, signals: S
                     f"hvdkit run: not restarting: exit code {code} means that values became NaN or infinite, "
                     "and the same steps would give the same values"
                 )
-            return code
+            return verdict
         pool.failed(verdict.host)
         chosen = None
         while chosen is None:
             if restart == config.max_restarts:
-                return code
+                return verdict
             restart += 1
             wait = min(LONGEST_PAUSE_SECONDS, config.backoff * 2 ** (restart - 1))
             output.line(f"hvdkit run: restarting in {wait:g} s (restart {restart} of {config.max_restarts})")
             begin_at = time.monotonic() + wait
             if (stopped := signals.wait(wait - CONNECT_SECONDS)) is not None:
-                return shell_code(-stopped)
+                return _stopped(stopped)
             chosen = next_hosts(job, pool, output)
-            code = TOO_FEW_HOSTS  # used if this is the last restart, and too few hosts are left
+            verdict = replace(
+                verdict, code=TOO_FEW_HOSTS
+            )  # used if this is the last restart, and too few hosts are left
             if (stopped := signals.wait(begin_at - time.monotonic())) is not None:
-                return shell_code(-stopped)
+                return _stopped(stopped)
         hosts, network = chosen
+
+
+def _stopped(number: signal.Signals) -> Verdict:
+    """Return the verdict on a job that was stopped by a signal before or between two attempts."""
+    return Verdict(shell_code(-number), f"{number.name}: the job was stopped before its ranks started", final=True)
 
 
 def next_hosts(job: Job, pool: HostPool, output: OutputWriter) -> tuple[tuple[Host, ...], Network] | None:

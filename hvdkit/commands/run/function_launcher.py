@@ -1,0 +1,48 @@
+"""The launcher of ``hk.run``: starts the job in a separate process, without the caller's threads and children.
+
+The folder has the options and the function, and gets the outcomes and the verdict.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from hvdkit.commands.run import function_process
+from hvdkit.commands.run.command import start
+from hvdkit.commands.run.config import RunConfig
+from hvdkit.commands.run.function_transfer import FunctionServer
+from hvdkit.commands.run.job import prepare
+from hvdkit.errors import HvdkitError
+from hvdkit.machine import processes
+from hvdkit.watchdog.verdict import Verdict
+
+CONFIG = "config"
+CALL = "call"
+VERDICT = "verdict"
+
+
+def launch(name: str, caller: str) -> None:
+    """Run the job of a folder, and write its verdict, or the error that prevented its start.
+
+    Args:
+        name: the folder.
+        caller: PID of the process that called ``hk.run``, with which the job ends.
+    """
+    processes.signal_at_parent_end(signal.SIGTERM)
+    if os.getppid() != int(caller):
+        return
+    folder = Path(name)
+    config: RunConfig = pickle.loads((folder / CONFIG).read_bytes())
+    program = [sys.executable, function_process.PATH, "rank"]
+    end: Verdict | Exception
+    try:
+        job = prepare(config, program)
+        end = start(replace(job, function=FunctionServer(folder / CALL, folder)), program)
+    except (ValueError, HvdkitError) as error:
+        end = error
+    (folder / VERDICT).write_bytes(pickle.dumps(end))

@@ -1,0 +1,297 @@
+"""``hk.run``: calls a function on several ranks, from a notebook or a program, and returns their results."""
+
+from __future__ import annotations
+
+import codecs
+import inspect
+import linecache
+import os
+import pickle
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, TypeVar, cast
+
+import cloudpickle
+
+from hvdkit.commands.run import function_launcher, function_process
+from hvdkit.commands.run.config import EngineKind, RunConfig
+from hvdkit.commands.run.function_transfer import FUNCTION_VARIABLE, FunctionCall, FunctionOutcome, outcome_file
+from hvdkit.commands.run.output import Shown
+from hvdkit.errors import ClusterError, HvdkitError, describe, integer
+from hvdkit.machine.launcher import launched_rank
+from hvdkit.machine.terminal import on_terminal
+from hvdkit.watchdog.verdict import Verdict
+
+_Result = TypeVar("_Result")
+
+
+def run(
+    function: Callable[..., _Result],
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
+    *,
+    np: int = 2,
+    hosts: str | None = None,
+    engine: EngineKind = "auto",
+    env: Sequence[str] = (),
+    logs: str | os.PathLike[str] | None = None,
+    output: Shown | None = None,
+    grace: float = 30.0,
+) -> list[_Result]:
+    """Call a function on several ranks, from a notebook or a program, and return what it returned on each rank.
+
+    The ranks are new processes, which are started and ended as by ``hvdkit run``. The function is what a script would
+    be: it calls ``hk.init()`` before other functions of hvdkit. It may be defined in a notebook's cell, in the program
+    itself or in another function. The output of the ranks appears as that of the caller, with the rank before each
+    line. Ctrl-C, or the stop button of a notebook, ends all ranks.
+
+    Args:
+        function: the function. With the values that it uses, its arguments and its result, it is pickled (by
+            cloudpickle); modules are imported on each rank, from the folders of the caller's ``sys.path``.
+        args: its positional arguments, the same on every rank.
+        kwargs: its keyword arguments, the same on every rank.
+        np: number of ranks.
+        hosts: hosts and their slots, e.g. ``"node1:4,node2:4"``; by default, all ranks run on this host.
+        engine: launcher of the ranks, as for ``hvdkit run``.
+        env: names of environment variables to pass on, in addition to those that ``hvdkit run`` passes on.
+        logs: folder for a log of each rank.
+        output: which lines to show: ``"all"``, ``"merged"``, ``"rank0"`` or ``"files"``. Default: merged on a terminal,
+            otherwise all.
+        grace: seconds for ranks to save after Ctrl-C before they are killed. A second Ctrl-C kills them at once.
+
+    Returns:
+        The results, in the order of the ranks.
+
+    Raises:
+        TypeError: ``np`` is not an integer, or the function, an argument or a result cannot be pickled.
+        ValueError: an option is invalid; nothing has been started.
+        ClusterError: this process is a rank of a job, or the ranks cannot be started.
+        HvdkitError: a rank was killed, or has ended without a result; or its result or exception cannot be unpickled
+            here. The message names the rank and the cause.
+        Exception: the exception of the rank that failed first. Its ``__cause__`` shows the rank and the traceback.
+
+    Examples:
+        >>> import hvdkit as hk
+        >>> def train(scale):
+        ...     cluster = hk.init()
+        ...     return scale * cluster.rank
+        >>> hk.run(train, args=(10,), np=2)
+        [0, 10]
+    """
+    _check_outside_a_job()
+    if not callable(function):
+        raise TypeError(describe("function", function, "a function", "pass it without calling it: hk.run(train)"))
+    named = dict(kwargs or {})
+    call = FunctionCall(pickled=_pickled(function, tuple(args), named), path=list(sys.path), sources=_sources())
+    config = RunConfig(
+        np=integer("np", np, minimum=1),
+        hosts=hosts,
+        engine=engine,
+        env=tuple(env),
+        logs=None if logs is None else Path(logs),
+        output=output or ("merged" if on_terminal() else "all"),
+        grace=grace,
+    )
+    folder = Path(tempfile.mkdtemp(prefix="hvdkit-function-"))  # only this user may read it
+    try:
+        with (folder / function_launcher.CALL).open("wb") as file:
+            pickle.dump(call, file)
+        (folder / function_launcher.CONFIG).write_bytes(pickle.dumps(config))
+        code = _launch(folder)
+        _raise_failure(folder, code)
+        return [cast("_Result", _result(folder, rank)) for rank in range(np)]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class RemoteTraceback(Exception):
+    """The traceback of a rank, as the cause of the exception that ``hk.run`` raises."""
+
+    def __str__(self) -> str:
+        rank, outcome = self.args
+        return f'on rank {rank} ({outcome.host}):\n"""\n{outcome.traceback}\n"""'
+
+
+def _check_outside_a_job() -> None:
+    launched = launched_rank()
+    if launched.size > 1 or FUNCTION_VARIABLE in os.environ:
+        got = f"a call on rank {launched.rank} of {launched.size}"
+        expected = "a call outside of a job, because it starts one"
+        raise ClusterError(
+            describe("hk.run", got, expected, "start this program without a launcher, or remove the call")
+        )
+
+
+def _pickled(function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> bytes:
+    """Return the pickled function and arguments. Raises TypeError that names what cannot be pickled."""
+    try:
+        pickled: bytes = cloudpickle.dumps((function, args, kwargs))
+        return pickled
+    except Exception as error:
+        name = getattr(function, "__qualname__", repr(function))
+        values: dict[str, object] = {f"args[{index}]": value for index, value in enumerate(args)}
+        values |= {f"kwargs[{key!r}]": value for key, value in kwargs.items()}
+        what = next((one for one, value in values.items() if _problem(value) is not None), "")
+        if not what:
+            used = _variables(function)
+            found = next((one for one, value in used.items() if _problem(value) is not None), None)
+            what = f"function {name}" if found is None else f"the variable {found} that {name} uses"
+            values[what] = function if found is None else used[found]
+        got = f"{type(values[what]).__name__}, which cannot be pickled ({_problem(values[what]) or error})"
+        remedy = "create it within the function, on each rank"
+        raise TypeError(describe(what, got, "something that can be sent to the ranks", remedy)) from error
+
+
+def _problem(value: object) -> Exception | None:
+    """Return why ``value`` cannot be pickled, or None."""
+    try:
+        cloudpickle.dumps(value)
+    except Exception as error:
+        return error
+    return None
+
+
+def _variables(function: Callable[..., object]) -> dict[str, object]:
+    """Return the variables outside of a function that it uses."""
+    if not inspect.isfunction(function):
+        return {}
+    used = inspect.getclosurevars(function)
+    return {**used.globals, **used.nonlocals}
+
+
+def _sources() -> dict[str, list[str]]:
+    """Return the source lines of a notebook's cells, for tracebacks, and for AutoGraph, which compiles them."""
+    entries = [(name, entry) for name, entry in linecache.cache.items() if len(entry) == 4]
+    return {name: list(entry[2]) for name, entry in entries if not os.path.exists(name)}  # noqa: PTH110
+
+
+def _launch(folder: Path) -> int:
+    """Run the job of ``folder`` and forward its output; return the exit code of its process.
+
+    The process is in a session of its own: only this function passes Ctrl-C on to it.
+
+    Raises:
+        KeyboardInterrupt: after all ranks have ended.
+    """
+    interrupt: KeyboardInterrupt | None = None
+    launcher = subprocess.Popen(
+        [sys.executable, function_process.PATH, "launcher", str(folder), str(os.getpid())],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    with launcher:
+        forwarder = _Forwarder(launcher)
+        try:
+            while True:
+                try:
+                    forwarder.run()
+                    launcher.wait()
+                    break
+                except KeyboardInterrupt as error:
+                    interrupt = error
+                    launcher.send_signal(signal.SIGINT)
+        except BaseException:  # e.g. standard output is closed
+            launcher.terminate()
+            raise
+        finally:
+            forwarder.close()
+    if interrupt is not None:
+        raise interrupt
+    return launcher.returncode
+
+
+class _Forwarder:
+    """Writes the output of a process to ``sys.stdout`` and ``sys.stderr``, which a notebook may have replaced."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._selector = selectors.DefaultSelector()
+        for pipe, stream in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            assert pipe is not None
+            decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+            self._selector.register(pipe, selectors.EVENT_READ, (stream, decoder))
+
+    def run(self) -> None:
+        """Forward the output until its end. May be called again after an exception."""
+        while self._selector.get_map():
+            for key, _ in self._selector.select():
+                stream, decoder = key.data
+                data = os.read(key.fd, 1 << 16)
+                _write(stream, decoder.decode(data, final=not data))
+                if not data:
+                    self._selector.unregister(key.fileobj)
+
+    def close(self) -> None:
+        """Stop forwarding."""
+        self._selector.close()
+
+
+def _write(stream: IO[str] | None, text: str) -> None:
+    """Write text; characters that the stream cannot encode are replaced."""
+    if stream is None or not text:  # Python was started with this file closed
+        return
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    stream.write(text.encode(encoding, "replace").decode(encoding))
+    stream.flush()
+
+
+def _raise_failure(folder: Path, code: int) -> None:
+    """Raise the error with which the job ended, if it failed."""
+    file = folder / function_launcher.VERDICT
+    if not file.exists():
+        raise HvdkitError(
+            f"hk.run: the process that starts the ranks ended with exit code {code}; see its output above"
+        )
+    end: Verdict | Exception = pickle.loads(file.read_bytes())
+    if isinstance(end, Exception):
+        raise end
+    if end.code == 0:
+        return
+    if end.rank is not None and outcome_file(folder, end.rank).exists():
+        with outcome_file(folder, end.rank).open("rb") as stored:
+            outcome: FunctionOutcome = pickle.load(stored)
+            if outcome.traceback:
+                raise _exception(stored, end.rank, outcome) from RemoteTraceback(end.rank, outcome)
+    raise HvdkitError(f"hk.run: {end.line}")
+
+
+def _exception(stored: IO[bytes], rank: int, outcome: FunctionOutcome) -> Exception:
+    """Return a rank's exception, or an HvdkitError with its message if it cannot be unpickled here."""
+    why = "it cannot be pickled"
+    if outcome.is_pickled:
+        try:
+            error: object = pickle.load(stored)
+        except Exception as problem:
+            why = f"unpickling it raises {type(problem).__name__}: {problem}"
+        else:
+            if isinstance(error, Exception):
+                return error
+            why = f"unpickling it gives {type(error).__name__}"
+    return HvdkitError(
+        f"hk.run: rank {rank} raised {outcome.kind}: {outcome.message}; shown as HvdkitError because {why}"
+    )
+
+
+def _result(folder: Path, rank: int) -> object:
+    file = outcome_file(folder, rank)
+    if not file.exists():
+        raise HvdkitError(
+            f"hk.run: rank {rank} ended with exit code 0 before its function returned, e.g. by sys.exit()"
+        )
+    with file.open("rb") as stored:
+        outcome: FunctionOutcome = pickle.load(stored)
+        try:
+            return pickle.load(stored)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            raise HvdkitError(
+                f"hk.run: the result of rank {rank}, of type {outcome.kind}, cannot be unpickled here ({why}); "
+                "return a value whose class this process can import, e.g. arrays or numbers"
+            ) from error
