@@ -47,6 +47,7 @@ def make(offset):
         assert hk.init() is cluster
         print(f"naïve rank {cluster.rank}")
         total = hk.allreduce(tf.constant(scale * tripled(cluster.rank) + offset), hk.Sum)
+        assert hk.broadcast_object(Result(cluster.rank, 1.0)) == Result(0, 1.0)
         return Result(cluster.rank, float(total) + add)
     return inner
 
@@ -191,6 +192,9 @@ def test_mistakes_are_errors_before_anything_starts(monkeypatch):
         ((print,), {"np": "two"}, TypeError, "np: got two, expected an integer"),
         ((print,), {"engine": "ssh"}, ValueError, "--engine: got ssh, expected auto or mpirun"),
         ((print(end=""),), {}, TypeError, "function: got None, expected a function; pass it without calling it"),
+        ((print, "abc"), {}, TypeError, r"args: got abc, expected a tuple or list of arguments; write args=\(value,\)"),
+        ((print, 3), {}, TypeError, "args: got 3, expected a tuple or list"),
+        ((print, (), ["end"]), {}, TypeError, r"kwargs: got \['end'\], expected a dict"),
         (
             (outside(),),
             {},
@@ -247,34 +251,42 @@ def test_output_appears_in_what_replaces_the_standard_files(tmp_path):
 
 
 SLEEPS = """
-import os, pathlib, sys, time
+import pathlib, signal, sys, time
 import hvdkit as hk
-def f():
+def f(deaf):
     rank = hk.init().rank
+    if deaf:
+        signal.signal(signal.SIGINT, lambda *_: pathlib.Path(f"heard-{rank}").touch())
     pathlib.Path(f"up-{rank}").touch()
-    time.sleep(4000)
+    while True:
+        time.sleep(1)
 try:
-    hk.run(f, grace=float(sys.argv[1]))
+    hk.run(f, [sys.argv[1] == "deaf"])
 except KeyboardInterrupt:
     print("interrupted")
 """
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.core), signal.SIGKILL])
-def test_all_ranks_end_with_their_caller(tmp_path, number):
+CTRL_C = pytest.param((signal.SIGINT,), marks=pytest.mark.core)
+
+
+@pytest.mark.parametrize("numbers", [CTRL_C, (signal.SIGINT, signal.SIGINT), (signal.SIGKILL,)])
+def test_all_ranks_end_with_their_caller(tmp_path, numbers):
+    """After Ctrl-C, after the second one if ranks do not end, and after kill -9 of the caller."""
     (tmp_path / "program.py").write_text(SLEEPS)
     env = environment(PYTHONPATH=str(ROOT), TMPDIR=str(tmp_path), **{MARK: str(tmp_path)})
-    command = [sys.executable, "program.py", "30"]
+    command = [sys.executable, "program.py", "deaf" if len(numbers) > 1 else ""]
     process = subprocess.Popen(
         command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    wait_until(lambda: len(list(tmp_path.glob("up-*"))) == 2)
-    process.send_signal(number)
+    for number, name in zip(numbers, ("up", "heard"), strict=False):
+        wait_until(lambda: len(list(tmp_path.glob(f"{name}-*"))) == 2)  # noqa: B023
+        process.send_signal(number)
     out, err = process.communicate(timeout=WAIT)
     wait_until(lambda: not marked(str(tmp_path)))
-    if number == signal.SIGINT:
+    assert not list(tmp_path.glob("hvdkit-function-*"))
+    if signal.SIGINT in numbers:
         assert (process.returncode, out) == (0, "interrupted\n"), err
-        assert not list(tmp_path.glob("hvdkit-function-*"))
 
 
 NOTEBOOK = r'''

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import signal
 import sys
 from dataclasses import replace
@@ -45,4 +46,7 @@ def launch(name: str, caller: str) -> None:
         end = start(replace(job, function=FunctionServer(folder / CALL, folder)), program)
     except (ValueError, HvdkitError) as error:
         end = error
-    (folder / VERDICT).write_bytes(pickle.dumps(end))
+    if os.getppid() == int(caller):
+        (folder / VERDICT).write_bytes(pickle.dumps(end))
+    else:  # it was killed, and will not remove the folder
+        shutil.rmtree(folder, ignore_errors=True)

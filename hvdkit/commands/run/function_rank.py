@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import pickle
 import socket
@@ -45,6 +46,7 @@ def returned_parts(pickled: bytes, rank: int) -> tuple[bytes, bytes]:
     """
     function: Callable[..., object]
     function, args, kwargs = pickle.loads(pickled)
+    restore_main(function)
     value = function(*args, **kwargs)
     kind = type_name(value)
     try:
@@ -54,6 +56,13 @@ def returned_parts(pickled: bytes, rank: int) -> tuple[bytes, bytes]:
         expected = "a value that can be pickled, for the list of results"
         raise TypeError(describe("the function's result", got, expected, "return e.g. arrays or numbers")) from error
     return cloudpickle.dumps(FunctionOutcome(host=socket.gethostname(), kind=kind)), data
+
+
+def restore_main(function: Callable[..., object]) -> None:
+    """Make what the function uses of the caller's main program part of this one: pickle looks up classes there."""
+    if inspect.isfunction(function) and function.__module__ == "__main__":
+        used = {name: value for name, value in function.__globals__.items() if not name.startswith("__")}
+        vars(sys.modules["__main__"]).update(used)
 
 
 def raised_parts(error: Exception) -> tuple[bytes, bytes]:

@@ -23,12 +23,14 @@ from hvdkit.commands.run import function_launcher, function_process
 from hvdkit.commands.run.config import EngineKind, RunConfig
 from hvdkit.commands.run.function_transfer import FUNCTION_VARIABLE, FunctionCall, FunctionOutcome, outcome_file
 from hvdkit.commands.run.output import Shown
-from hvdkit.errors import ClusterError, HvdkitError, describe, integer
+from hvdkit.errors import ClusterError, HvdkitError, describe, integer, printable
 from hvdkit.machine.launcher import launched_rank
 from hvdkit.machine.terminal import on_terminal
 from hvdkit.watchdog.verdict import Verdict
 
 _Result = TypeVar("_Result")
+# Characters of a traceback that are not escaped.
+_KEPT = "\n\t"
 
 
 def run(
@@ -69,7 +71,8 @@ def run(
         The results, in the order of the ranks.
 
     Raises:
-        TypeError: ``np`` is not an integer, or the function, an argument or a result cannot be pickled.
+        TypeError: an argument has the wrong type, or the function, one of ``args`` or ``kwargs``, or a result cannot be
+            pickled.
         ValueError: an option is invalid; nothing has been started.
         ClusterError: this process is a rank of a job, or the ranks cannot be started.
         HvdkitError: a rank was killed, or has ended without a result; or its result or exception cannot be unpickled
@@ -87,8 +90,12 @@ def run(
     _check_outside_a_job()
     if not callable(function):
         raise TypeError(describe("function", function, "a function", "pass it without calling it: hk.run(train)"))
-    named = dict(kwargs or {})
-    call = FunctionCall(pickled=_pickled(function, tuple(args), named), path=list(sys.path), sources=_sources())
+    if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
+        raise TypeError(describe("args", args, "a tuple or list of arguments", "write args=(value,)"))
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(describe("kwargs", kwargs, "a dict of arguments by name", 'write kwargs={"name": value}'))
+    pickled = _pickled(function, tuple(args), dict(kwargs or {}))
+    call = FunctionCall(pickled=pickled, path=list(sys.path), sources=_sources())
     config = RunConfig(
         np=integer("np", np, minimum=1),
         hosts=hosts,
@@ -115,7 +122,7 @@ class RemoteTraceback(Exception):
 
     def __str__(self) -> str:
         rank, outcome = self.args
-        return f'on rank {rank} ({outcome.host}):\n"""\n{outcome.traceback}\n"""'
+        return f'on rank {rank} ({outcome.host}):\n"""\n{printable(outcome.traceback, keep=_KEPT)}\n"""'
 
 
 def _check_outside_a_job() -> None:
@@ -167,7 +174,7 @@ def _variables(function: Callable[..., object]) -> dict[str, object]:
 
 def _sources() -> dict[str, list[str]]:
     """Return the source lines of a notebook's cells, for tracebacks, and for AutoGraph, which compiles them."""
-    entries = [(name, entry) for name, entry in linecache.cache.items() if len(entry) == 4]
+    entries = [(name, entry) for name, entry in [*linecache.cache.items()] if len(entry) == 4]
     return {name: list(entry[2]) for name, entry in entries if not os.path.exists(name)}  # noqa: PTH110
 
 
@@ -267,7 +274,7 @@ def _exception(stored: IO[bytes], rank: int, outcome: FunctionOutcome) -> Except
     why = "it cannot be pickled"
     if outcome.is_pickled:
         try:
-            error: object = pickle.load(stored)
+            error = _load(stored)
         except Exception as problem:
             why = f"unpickling it raises {type(problem).__name__}: {problem}"
         else:
@@ -279,6 +286,10 @@ def _exception(stored: IO[bytes], rank: int, outcome: FunctionOutcome) -> Except
     )
 
 
+def _load(stored: IO[bytes]) -> object:
+    return pickle.load(stored)
+
+
 def _result(folder: Path, rank: int) -> object:
     file = outcome_file(folder, rank)
     if not file.exists():
@@ -288,7 +299,7 @@ def _result(folder: Path, rank: int) -> object:
     with file.open("rb") as stored:
         outcome: FunctionOutcome = pickle.load(stored)
         try:
-            return pickle.load(stored)
+            return _load(stored)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             raise HvdkitError(
