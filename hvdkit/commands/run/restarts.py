@@ -131,9 +131,7 @@ def _attempts(job: Job, program: Sequence[str], output: OutputWriter, signals: S
             if (stopped := signals.wait(wait - CONNECT_SECONDS)) is not None:
                 return _stopped(stopped)
             chosen = next_hosts(job, pool, output)
-            verdict = replace(
-                verdict, code=TOO_FEW_HOSTS
-            )  # used if this is the last restart, and too few hosts are left
+            verdict = replace(verdict, code=TOO_FEW_HOSTS)  # if this is the last restart, with too few hosts left
             if (stopped := signals.wait(begin_at - time.monotonic())) is not None:
                 return _stopped(stopped)
         hosts, network = chosen
