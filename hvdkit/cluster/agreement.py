@@ -7,6 +7,9 @@ its value or its exception, and all ranks evaluate the same list:
 * :func:`run_on_all_ranks` is the same for an action whose result stays on its rank;
 * :func:`compare` raises on every rank if one value differs;
 * :func:`agree` does both.
+
+Other ranks raise an error of hvdkit that names the rank and its exception; for an exception marked by
+:func:`for_all_ranks`, they raise a copy of it.
 """
 
 from __future__ import annotations
@@ -16,15 +19,17 @@ import itertools
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar, cast
+from typing import Generic, NamedTuple, NoReturn, TypeVar, cast
 
 from hvdkit.cluster.exchange import ObjectExchange
 from hvdkit.errors import CollectiveMismatchError, HvdkitError, describe
+from hvdkit.watchdog.uncaught import blame_another_rank
 
 T = TypeVar("T")
 D = TypeVar("D")
 _MAX_RANKS_SHOWN = 4
 _MISSING = object()
+_FOR_ALL_RANKS = "_hvdkit_for_all_ranks"  # attribute of exceptions that other ranks raise, too
 SAME_CALLS = "call the same collectives in the same order on every rank"
 
 
@@ -34,17 +39,37 @@ class Problem(NamedTuple):
     Attributes:
         error: class of the error that other ranks raise.
         text: class and message of the exception.
+        copy: the pickled exception, if other ranks raise it instead.
     """
 
     error: type[HvdkitError]
     text: str
+    copy: bytes = b""
 
     @classmethod
     def of(cls, exception: Exception, error: type[HvdkitError]) -> Problem:
         """Return the problem for ``exception``. Other ranks raise ``error``, or the subclass of it that was raised."""
         if isinstance(exception, error):
             error = next(each for each in type(exception).__mro__ if each.__module__ == HvdkitError.__module__)
-        return cls(error, f"{type(exception).__name__}: {exception}")
+        copy = b""
+        if hasattr(exception, _FOR_ALL_RANKS):
+            with contextlib.suppress(Exception):
+                copy = pickle.dumps(exception)
+        return cls(error, f"{type(exception).__name__}: {exception}", copy)
+
+    def reraise(self, call: str, rank: int) -> NoReturn:
+        """Raise this problem of another ``rank``."""
+        error = self.error(f"{call}: rank {rank} raised {self.text}")
+        same = _unpickle(self.copy)
+        if isinstance(same, Exception):
+            blame_another_rank(same)
+            raise same from error
+        raise error
+
+
+def for_all_ranks(exception: Exception) -> None:
+    """Mark an exception that decides for all ranks: other ranks raise it, too, if it can be pickled."""
+    setattr(exception, _FOR_ALL_RANKS, True)
 
 
 @dataclass
@@ -142,7 +167,7 @@ def check_calls(sent: Sequence[object], ranks: Sequence[int]) -> list[object]:
     parts = [_contribution(part) for part in sent]
     for rank, part in zip(ranks, parts, strict=True):
         if isinstance(part, Contribution) and part.fault is not None:
-            raise part.fault.error(f"{part.kind}: rank {rank} raised {part.fault.text}")
+            part.fault.reraise(part.kind, rank)
     compare(parts, "collective", SAME_CALLS, ranks=ranks, key=_kind, show=shown_calls)
     return parts
 

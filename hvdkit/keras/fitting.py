@@ -20,14 +20,14 @@ from hvdkit.errors import describe
 from hvdkit.internals import array_slicing, data_adapter_utils
 from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.keras.checking.step_recording import StepRecorder
-from hvdkit.keras.chief import is_on_chief
+from hvdkit.keras.chief import is_on_chief, mark_on_chief
 from hvdkit.keras.fit_session import FitSession, check_all_ranks_call, check_model
 from hvdkit.keras.global_batch_shares import GlobalBatchShares
 from hvdkit.keras.inputs import DataPair, FitData, check_batch_size_of_model, prepare_data
 from hvdkit.keras.keras_callbacks import WRITERS, CallbackList
 from hvdkit.keras.loss_scopes import LossScope, check_loss_scope
 from hvdkit.keras.model_optimizers import warn_of_float8, warn_of_repeated_rows
-from hvdkit.keras.own_methods import call_own, has_own, keras_method
+from hvdkit.keras.own_methods import call_own, has_own, is_patched, keras_method, patched_on_chief
 from hvdkit.keras.strategies import outside_strategy
 from hvdkit.keras.supervisor_callback import SupervisorCallback
 from hvdkit.layers.batch_norm import warn_of_local_statistics
@@ -122,8 +122,18 @@ def fit(
     arguments = dict(locals())
     check_all_ranks_call("hk.fit")
     del arguments["model"], arguments["logdir"], arguments["loss_scope"]
-    if not has_own(model, "fit"):
+    with patched_on_chief("fit"):
+        if has_own(model, "fit"):
+            return _call_own_fit(model, arguments, logdir, loss_scope)
         return _fit(model, **arguments, logdir=logdir, loss_scope=loss_scope)
+
+
+def _call_own_fit(
+    model: keras.Model, arguments: dict[str, Any], logdir: str | Path | None, loss_scope: LossScope
+) -> keras.callbacks.History:
+    """Call the ``fit`` of the model's class, or on the chief what a tracker's autolog has put in its place."""
+    is_autolog = cluster.size() > 1 and is_patched("fit") and type(model).fit is keras.Model.fit
+    known = tree.flatten(arguments["callbacks"] or [])
     calls = 0
 
     def run(model: keras.Model, **passed: Any) -> Any:
@@ -133,9 +143,13 @@ def fit(
             got = f"one folder, and {type(model).__name__}.fit, which calls super().fit several times"
             remedy = "leave it out, and pass a SupervisorCallback with its own folder to each"
             raise ValueError(describe("logdir", got, "a folder for each training", remedy))
+        for callback in tree.flatten(passed.get("callbacks") or []) if is_autolog else ():
+            if not any(callback is each for each in known):
+                mark_on_chief(callback)
         return _fit(model, **passed, logdir=logdir, loss_scope=loss_scope)
 
-    return call_own(model, "fit", run, fit, arguments)
+    history: keras.callbacks.History = call_own(model, "fit", run, fit, arguments)
+    return history
 
 
 def _fit(

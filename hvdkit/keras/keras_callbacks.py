@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
@@ -13,11 +13,12 @@ import tensorflow as tf
 from keras import tree
 
 from hvdkit import cluster
-from hvdkit.cluster.agreement import agree, compare, gather
+from hvdkit.cluster.agreement import compare, gather
+from hvdkit.cluster.logs import warn_once
 from hvdkit.errors import CollectiveMismatchError, see
 from hvdkit.internals import is_default, pythonify_logs
 from hvdkit.keras.checking.step_recording import StepRecorder
-from hvdkit.keras.chief import is_on_chief
+from hvdkit.keras.chief import StopRequest, is_on_chief
 from hvdkit.keras.data_end import report_end_of_data
 from hvdkit.keras.fit_session import FitSession
 from hvdkit.keras.model_optimizers import optimizers_of
@@ -28,6 +29,7 @@ from hvdkit.layers.batch_norm import check_batch_normalization
 from hvdkit.machine.terminal import on_terminal
 from hvdkit.sharding.variables import compare_variables
 
+T = TypeVar("T")
 # Callbacks that write files or connect to a server.
 WRITERS = (
     keras.callbacks.ModelCheckpoint,
@@ -37,8 +39,19 @@ WRITERS = (
     keras.callbacks.RemoteMonitor,
     *filter(None, [getattr(keras.callbacks, "OrbaxCheckpoint", None)]),  # since Keras 3.14
 )
+# Library and class of trackers' callbacks, which have hooks of batches; and the attribute that says whether they log
+# batches.
+_TRACKERS = {
+    ("wandb", "WandbMetricsLogger"): "logging_batch_wise",
+    ("mlflow", "MlflowCallback"): "log_every_n_steps",
+}
 _DISPLAYS = (keras.callbacks.ProgbarLogger, keras.callbacks.History)
 _CHIEF_ONLY = (*WRITERS, *_DISPLAYS)  # may be passed on the chief only
+
+
+def _tracker(callback: keras.callbacks.Callback) -> tuple[str, str]:
+    """Return the library and the class of a callback."""
+    return type(callback).__module__.partition(".")[0], type(callback).__name__
 
 
 def _reads_batch_logs(callback: Any) -> bool:
@@ -51,6 +64,8 @@ def _reads_batch_logs(callback: Any) -> bool:
         return callback.update_freq != "epoch"
     if isinstance(callback, (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)):
         return callback.save_freq != "epoch"
+    if (logs_batches := _TRACKERS.get(_tracker(callback))) is not None:
+        return bool(getattr(callback, logs_batches))
     return not (is_default(callback.on_batch_end) and is_default(callback.on_train_batch_end))
 
 
@@ -117,6 +132,11 @@ def _compare_callbacks(callbacks: list[Any], begin: Callable[[], None]) -> _Need
         return [type(c).__name__ for c in on_all_ranks], _Needs.of(callbacks)
 
     ranks = gather(cluster.exchange(), "callbacks' set_model", describe_callbacks)
+    for callback in callbacks if cluster.size() > 1 and cluster.is_chief() else ():
+        if _tracker(callback) in _TRACKERS and not is_on_chief(callback):
+            name = type(callback).__name__
+            remedy = f"pass hk.callbacks.on_chief(lambda: {name}()) for one run"
+            warn_once(f"callbacks: {name} logs a run on each of {cluster.size()} ranks; {remedy}")
     remedy = "pass the same list on every rank, and hk.callbacks.on_chief(callback) for what runs on the chief only"
     compare([names for names, _ in ranks], "callbacks", remedy)
     needs = [each for _, each in ranks]
@@ -173,6 +193,7 @@ class CallbackList(keras.callbacks.CallbackList):
         self._data = data
         self._test_data = validation if trains else data
         self._is_first_batch = self._is_first_update = True
+        self._stop_request = StopRequest()
 
         def begin() -> None:
             super(CallbackList, self).__init__(
@@ -214,7 +235,8 @@ class CallbackList(keras.callbacks.CallbackList):
         given = position if named else [*position, logs]
         for callback in self.callbacks:
             if self._alone and callback in self._alone:
-                with self._session.running_alone(type(callback).__name__):
+                noticing = self._stop_request.noticing(self.model, callback, hook)
+                with self._session.running_alone(type(callback).__name__), noticing:
                     getattr(callback, hook)(*given, **named)
             else:
                 getattr(callback, hook)(*given, **named)
@@ -224,9 +246,19 @@ class CallbackList(keras.callbacks.CallbackList):
         if self._may_raise:
             unit = "batch" if "_batch_" in hook else "epoch"
             when = f"callbacks' {hook}" + (f" of {unit} {args[0]}" if len(args) > 1 else "")
-            gather(cluster.exchange(), when, lambda: self._call(hook, *args))
+            self._gather(when, lambda: self._call(hook, *args))
         else:
             self._call(hook, *args)
+
+    def _gather(self, when: str, call: Callable[[], T]) -> list[T]:
+        """Return the results of ``call``, which calls callbacks, on all ranks; an error on one rank raises on all.
+
+        All ranks stop if a callback of the chief has set ``stop_training``.
+        """
+        ranks = gather(cluster.exchange(), when, lambda: (call(), self._stop_request.is_made))
+        if ranks[0][1]:
+            self._stop_request.grant(self.model)
+        return [result for result, _ in ranks]
 
     # ---- training -----------------------------------------------------------------------------------------------
 
@@ -240,7 +272,7 @@ class CallbackList(keras.callbacks.CallbackList):
                 self._call("on_train_begin", logs)
                 return model._initial_epoch, model.optimizer is not None and model.optimizer.built
 
-            ranks = gather(cluster.exchange(), "callbacks' on_train_begin", begin)
+            ranks = self._gather("callbacks' on_train_begin", begin)
             model._initial_epoch, has_built_optimizer = ranks[0]
             self._session.broadcast_again(self._data, has_built_optimizer=has_built_optimizer)
         else:
@@ -407,4 +439,4 @@ class CallbackList(keras.callbacks.CallbackList):
             return {"stop_training": bool(self.model.stop_training), "learning rates": rates}
 
         remedy = "decide from the logs, which are equal on all ranks"
-        agree(cluster.exchange(), decide, f"callbacks' {when}", remedy)
+        compare(self._gather(f"callbacks' {when}", decide), f"callbacks' {when}", remedy)

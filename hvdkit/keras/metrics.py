@@ -112,9 +112,11 @@ class MetricAverage(CheckedCallback):
             self.model.reset_metrics()
 
     def on_test_end(self, logs: dict[str, float] | None = None) -> None:
-        """Store the validation metrics."""
+        """Store the validation metrics, and write them to ``logs``, for later callbacks."""
         if self._fitting:
             self._validation = self.results(self.model)
+            if logs is not None:
+                logs.update(self._validation)
             self._restore_local()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:

@@ -1,11 +1,8 @@
-"""Models with their own ``fit``, ``evaluate`` or ``predict``, which call Keras's with ``super()``.
+"""Models with their own ``fit``, ``evaluate`` or ``predict``, and the ``fit`` that a tracker's autolog puts in place.
 
-Such a method gets the user's arguments, as in plain Keras. What it passes on to Keras's method goes to hvdkit instead:
-while it runs, the model is an instance of a subclass with one more class before Keras's trainer,
-
-    M, ..., keras.Model, interceptor, Keras's trainer, ...
-
-so that ``super().fit`` finds the interceptor's method.
+Such a method gets the user's arguments, as in plain Keras. What it passes on to Keras's method, by ``super()`` or by a
+reference that it has kept, goes to hvdkit instead: Keras's methods are wrappers, which keep their function in a
+closure, and while the user's method runs, another function is there.
 """
 
 from __future__ import annotations
@@ -19,10 +16,8 @@ from typing import Any
 
 import keras
 
-from hvdkit.cluster import size
-from hvdkit.errors import HvdkitError, describe
+from hvdkit import cluster
 from hvdkit.internals import TensorFlowTrainer
-from hvdkit.keras.attribute_swap import swap_attributes
 
 _PLAIN_METHODS: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 _PLAIN = (bool, int, float, str, type(None))
@@ -58,9 +53,6 @@ def call_own(model: Any, name: str, run: Callable[..., Any], function: Callable[
 
     Returns:
         What the method returns.
-
-    Raises:
-        HvdkitError: the method trains the model without ``super()``.
     """
     defaults = {key: parameter.default for key, parameter in inspect.signature(function).parameters.items()}
     given = {key: value for key, value in arguments.items() if not _is_default(value, defaults[key])}
@@ -71,37 +63,48 @@ def call_own(model: Any, name: str, run: Callable[..., Any], function: Callable[
 
 @contextlib.contextmanager
 def _intercepting(model: Any, name: str, run: Callable[..., Any]) -> Iterator[None]:
-    """Send calls of Keras's method ``name`` to ``run``."""
-    own = type(model)
-    signature = inspect.signature(getattr(TensorFlowTrainer, name))
-    check_compiled = model._assert_compile_called
+    """Send calls of Keras's method ``name`` of ``model`` to ``run``."""
+    method = getattr(TensorFlowTrainer, name)
+    signature = inspect.signature(method)
+    cell = next(cell for cell in method.__closure__ if callable(cell.cell_contents))
+    function = cell.cell_contents
 
     def intercepted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self is not model:
+            return function(self, *args, **kwargs)
         arguments = signature.bind(self, *args, **kwargs).arguments
         arguments.pop("self")
         options = arguments.pop("kwargs", {})
-        object.__setattr__(model, "__class__", own)
+        cell.cell_contents = function
         try:
-            with swap_attributes(model, _assert_compile_called=check_compiled):
-                return run(model, **arguments, **options)
+            return run(model, **arguments, **options)
         finally:
-            object.__setattr__(model, "__class__", intercepting)
+            cell.cell_contents = intercepted
 
-    def refuse_fit(method: str | None = None) -> None:
-        if method == "fit" and size() > 1:  # one rank trains as in plain Keras
-            got = f"{own.__name__}.fit, which calls a fit of Keras that it has kept"
-            raise HvdkitError(describe("model", got, "a fit that calls super().fit", "call super().fit in it"))
-        check_compiled(method)
-
-    interceptor = type("Interceptor", (TensorFlowTrainer,), {name: intercepted})
-    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    intercepting = types.new_class(own.__name__, (own, interceptor), exec_body=lambda space: space.update(names))
-    object.__setattr__(model, "__class__", intercepting)
+    cell.cell_contents = intercepted
     try:
-        with swap_attributes(model, _assert_compile_called=refuse_fit):
-            yield
+        yield
     finally:
-        object.__setattr__(model, "__class__", own)
+        cell.cell_contents = function
+
+
+def is_patched(name: str) -> bool:
+    """Return True if a library has replaced Keras's method ``name`` for all models, as autolog of MLflow does."""
+    return name in vars(keras.Model)
+
+
+@contextlib.contextmanager
+def patched_on_chief(name: str) -> Iterator[None]:
+    """Undo on the other ranks what a library has put in place of Keras's method ``name``."""
+    if cluster.is_chief() or not is_patched(name):
+        yield
+        return
+    patch = vars(keras.Model)[name]
+    delattr(keras.Model, name)
+    try:
+        yield
+    finally:
+        setattr(keras.Model, name, patch)
 
 
 def _is_default(value: Any, default: Any) -> bool:

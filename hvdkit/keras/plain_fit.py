@@ -21,14 +21,15 @@ from hvdkit.collectives.conversion import untracked_variable
 from hvdkit.collectives.digests import digest_in_any_order
 from hvdkit.collectives.weak_registry import Attached
 from hvdkit.errors import ClusterError
+from hvdkit.internals import is_default
 from hvdkit.keras.attribute_swap import exchange_attributes
-from hvdkit.keras.chief import is_on_chief
+from hvdkit.keras.chief import StopRequest, is_on_chief
 from hvdkit.keras.fit_session import end_of_plain_fit, is_running
 from hvdkit.keras.model_optimizers import optimizers_of
 from hvdkit.keras.rank_state import compare_state, digests_of, state_of
 from hvdkit.keras.supervised_fit import is_supervised
 from hvdkit.layers.batch_norm import average_moving_statistics, check_batch_normalization
-from hvdkit.optimizer.callback_paths import check_paths, written_paths
+from hvdkit.optimizer.callback_paths import check_paths, running_callbacks, written_paths
 from hvdkit.optimizer.equal_ranks import (
     compare_end,
     digest_of,
@@ -40,6 +41,8 @@ from hvdkit.optimizer.equal_ranks import (
 from hvdkit.optimizer.mixins import ranks_of
 from hvdkit.sharding.vocabulary import warn_of_full_buckets
 from hvdkit.watchdog.reporter import reporter
+
+_HOOKS = [name for name in dir(keras.callbacks.Callback) if name.startswith("on_")]
 
 
 class CheckedCallback(keras.callbacks.Callback):
@@ -61,6 +64,7 @@ class _EpochEnd(NamedTuple):
     """The state of one rank after an epoch."""
 
     stops: bool  # whether a callback has set stop_training
+    requests_stop: bool  # whether a callback of the chief only has set it
     rate: float | None
     logs: dict[str, float]  # numbers passed to callbacks and History
     rows: int  # digest of the rows of the first epoch, in any order; 0 if unknown
@@ -82,11 +86,14 @@ class PlainFitChecks:
         self._optimizers: list[Any] = []
         self._has_begun = False  # whether the beginning of this fit has been compared
         self._warned: set[str] = set()
+        self._stop_request = StopRequest()
+        self._error: Exception | None = None  # of a callback of the chief only, at the end of an epoch
         # Whether the rows of this epoch are read, and their digest. One variable, as each costs two calls in a step.
         self._rows = untracked_variable(np.zeros(2, np.int64), tf.int64, "hvdkit_rows")
         # Attributes that are replaced during fit.
         self._of_model: dict[str, Any] = {}
         self._of_history: dict[str, Any] = {}
+        self._of_callbacks: list[tuple[keras.callbacks.Callback, dict[str, Any]]] = []
         self._train_function: Any = None  # which reads rows
 
     @classmethod
@@ -131,11 +138,16 @@ class PlainFitChecks:
         mark_checked(self._optimizers, False)
         exchange_attributes(self._model, self._of_model)
         exchange_attributes(self._history, self._of_history)
+        for callback, hooks in self._of_callbacks:
+            exchange_attributes(callback, hooks)
         self._owner = None
         self._has_begun = False
         self._optimizers = []
         self._of_model = {}
         self._of_history = {}
+        self._of_callbacks = []
+        self._stop_request = StopRequest()
+        self._error = None
 
     @staticmethod
     def _after(hook: Callable[..., None], then: Callable[..., None]) -> Callable[..., None]:
@@ -173,6 +185,31 @@ class PlainFitChecks:
         others = with_values(model.non_trainable_variables)
         synchronize_start([weights for _, weights, _ in ranks], [*equal, *others], self._group)
         self._replace_step()
+        self._replace_hooks()
+
+    def _replace_hooks(self) -> None:
+        """Have what callbacks of the chief only decide wait for the end of the epoch, where all ranks learn of it."""
+        for callback in running_callbacks(lambda other: other is self._model):
+            if is_on_chief(callback):
+                own = {name: getattr(callback, name) for name in _HOOKS}
+                changed = {name: hook for name, hook in own.items() if not is_default(hook)}
+                hooks = {name: self._deferring(callback, name, hook) for name, hook in changed.items()}
+                self._of_callbacks.append((callback, exchange_attributes(callback, hooks)))
+
+    def _deferring(
+        self, callback: keras.callbacks.Callback, name: str, hook: Callable[..., None]
+    ) -> Callable[..., None]:
+        def deferring(*args: Any, **kwargs: Any) -> None:
+            try:
+                with self._stop_request.noticing(self._model, callback, name):
+                    hook(*args, **kwargs)
+            except Exception as error:
+                if name != "on_epoch_end":  # the other ranks go on
+                    reporter().note_raised(error)
+                    raise
+                self._error = self._error or error
+
+        return deferring
 
     def _replace_step(self) -> None:
         """Read the rows of the first epoch, and have the watchdog learn of exceptions that the program may catch."""
@@ -199,24 +236,30 @@ class PlainFitChecks:
     def _compare_epoch(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Raise if the decisions of ranks differ; warn if their logs differ or their rows are equal.
 
+        All ranks stop if a callback of the chief only has set ``stop_training``.
+
         Raises:
             CollectiveMismatchError: only some ranks stop, or learning rates or the model's state differ.
+            Exception: a callback of the chief only has raised it.
         """
         known = {name: float(value) for name, value in (logs or {}).items() if _is_real(value)}
         rows = int(self._rows[1])
         exchange = cluster.exchange(self._group)
         model = self._model
-        ranks = gather(
-            exchange,
-            "the end of an epoch",
-            lambda: _EpochEnd(
+
+        def end() -> _EpochEnd:
+            if self._error is not None:
+                raise self._error
+            return _EpochEnd(
                 bool(model.stop_training),
+                self._stop_request.is_made,
                 _rate(model.optimizer),
                 known,
                 rows,
                 digests_of(state_of(model)),
-            ),
-        )
+            )
+
+        ranks = gather(exchange, "the end of an epoch", end)
         remedy = "use hk.fit, or put hk.callbacks.MetricAverage() before callbacks that decide"
         when = f"after epoch {epoch + 1}"
         compare([each.stops for each in ranks], f"callbacks: stop_training {when}", remedy, ranks=exchange.ranks)
@@ -229,6 +272,8 @@ class PlainFitChecks:
             values = ", ".join(f"{each.logs[names[0]]}" for each in ranks)
             got = f"{names[0]} differs between ranks ({values} in rank order), also for callbacks and History"
             self._warn("logs", f"fit: {got}; {remedy}")
+        if any(each.requests_stop for each in ranks):
+            self._stop_request.grant(model)
         if rows:
             self._warn_of_equal_data([each.rows for each in ranks])
         self._rows.assign([0, 0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import keras
@@ -21,8 +21,8 @@ _PATHS: Mapping[type, str] = {
 }
 
 
-def written_paths(is_trained: Callable[[keras.Model], bool]) -> dict[str, str]:
-    """Return the class names of callbacks in a running ``fit`` that write files, by absolute path.
+def running_callbacks(is_trained: Callable[[keras.Model], bool]) -> Iterator[keras.callbacks.Callback]:
+    """Yield the callbacks in a running ``fit``.
 
     Neither an optimizer nor a callback can see the other callbacks of a ``fit``, so they are searched among the
     existing ones. Those of a running ``fit`` share one dict of parameters with the History of their model.
@@ -30,14 +30,25 @@ def written_paths(is_trained: Callable[[keras.Model], bool]) -> dict[str, str]:
     Args:
         is_trained: tells whether ``fit`` trains a model.
     """
-    paths: dict[str, str] = {}
     for callback in live_instances(keras.callbacks.Callback):
-        attribute = next((name for kind, name in _PATHS.items() if isinstance(callback, kind)), None)
         model = getattr(callback, "model", None)
-        if attribute is None or model is None or not is_trained(model):
+        if model is None or not is_trained(model):
             continue
         history = getattr(model, "history", None)
         if history is not None and history.params is callback.params:
+            yield callback
+
+
+def written_paths(is_trained: Callable[[keras.Model], bool]) -> dict[str, str]:
+    """Return the class names of callbacks in a running ``fit`` that write files, by absolute path.
+
+    Args:
+        is_trained: tells whether ``fit`` trains a model.
+    """
+    paths: dict[str, str] = {}
+    for callback in running_callbacks(is_trained):
+        attribute = next((name for kind, name in _PATHS.items() if isinstance(callback, kind)), None)
+        if attribute is not None:
             path = str(getattr(callback, attribute))
             paths[path if "://" in path else str(Path(path).resolve())] = type(callback).__name__
     return paths

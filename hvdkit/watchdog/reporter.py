@@ -65,12 +65,14 @@ class Reporter:
     Attributes:
         pid: PID of this process, to distinguish forked children, which are not ranks.
         uncaught: reports uncaught exceptions.
+        doing: what this rank does while others wait for it, for reports; "" if unknown.
     """
 
     def __init__(self, recorder: FlightRecorder) -> None:
         self.recorder = recorder
         self.pid = os.getpid()
         self.uncaught = UncaughtErrors(self)
+        self.doing = ""
         self._socket: socket.socket | None = None
         self._sending = threading.RLock()  # reentrant: a signal handler may use hk.busy
         self._listeners: Sequence[socket.socket] = ()
@@ -379,8 +381,9 @@ class Reporter:
         if frame is not None:
             where = f"in {frame.f_code.co_name}, {frame.f_code.co_filename}:{frame.f_lineno}"
             waiting = waiting or frame.f_code.co_name in _IN_GRAPH
-        header = f"{', '.join(filter(None, [step, busy, last]))}; its stacks, most recent call first:"
-        where = "; ".join(filter(None, [busy, where, last]))
+        doing = f"in {self.doing}" if self.doing else ""
+        header = f"{', '.join(filter(None, [step, busy, doing, last]))}; its stacks, most recent call first:"
+        where = "; ".join(filter(None, [busy, doing, where, last]))
         return Stacks(text="\n".join([header, *stacks.splitlines()]), where=where, waiting=waiting)
 
     def _close_in_child(self) -> None:

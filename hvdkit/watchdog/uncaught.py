@@ -28,8 +28,14 @@ if TYPE_CHECKING:
     from hvdkit.watchdog.reporter import Reporter
 
 _LONGEST_TEXT = 60_000
+_OF_ANOTHER_RANK = "_hvdkit_of_another_rank"  # attribute of a copy of another rank's exception
 # The op that runs a graph, as TensorFlow names it: in a frame of its own that it does not remove from tracebacks.
 _GRAPH = re.compile(r"__(?:inference|forward)_(.*)_\d+")
+
+
+def blame_another_rank(error: Exception) -> None:
+    """Have the report of an exception, which is a copy of another rank's, leave the blame to that rank."""
+    setattr(error, _OF_ANOTHER_RANK, True)
 
 
 class UncaughtErrors:
@@ -136,7 +142,7 @@ class UncaughtErrors:
             verb="was interrupted" if is_interrupted else "failed",
             code=130 if is_interrupted else exit_code_of(error),
             text=text,
-            follows=is_victim(error),
+            follows=is_victim(error) or hasattr(error, _OF_ANOTHER_RANK),
             step=self._reporter.recorder.step,
             busy=self._reporter.reason,
         )

@@ -607,10 +607,12 @@ def test_a_model_may_have_its_own_methods(rng):
         def fit(self, *args, **kwargs):
             return keras.Model.fit(self, *args, **kwargs)
 
-    model = Kept([keras.Input((3,)), layers.Dense(1)])
-    model.compile("sgd", "mse")
-    with raises_on_several(hk.HvdkitError, r"^model: got Kept\.fit, .*; call super\(\)\.fit"):
-        assert len(hk.fit(model, x, y, verbose=0).history["loss"]) == 1
+    def build_kept():
+        model = Kept([keras.Input((3,)), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        return model
+
+    compare(build_kept, x, y, **options)
 
 
 class Named(keras.Sequential):

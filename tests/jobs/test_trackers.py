@@ -1,0 +1,172 @@
+"""Trackers and tuners: the programs of docs/howto/trackers.md with their packages, and callbacks that hang or raise."""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.jobs import call, environment
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "howto" / "trackers.md"
+PROGRAM = re.compile(r"^```python file=(\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PYTHON = ROOT / ".cache" / "trackers" / "bin" / "python"  # made by `make test-nightly`
+with_packages = pytest.mark.skipif(not PYTHON.exists(), reason="make test-nightly installs them in .cache/trackers")
+BAD = """
+import sys
+import threading
+
+import job
+import keras
+import numpy as np
+
+import hvdkit as hk
+
+HOOK, ACTION, IS_PLAIN, IS_CAUGHT = sys.argv[1], sys.argv[2], sys.argv[3] == "plain", sys.argv[4] == "caught"
+
+
+class Tracks(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        setattr(self, HOOK, self.act)
+
+    def act(self, *_, **__):
+        if ACTION == "hang":
+            threading.Event().wait(1000)
+        raise OSError("no server")
+
+
+def tracker():
+    return Tracks() if hasattr(keras.callbacks.Callback, HOOK) else Tracks.act(None)
+
+
+try:
+    callbacks = [hk.callbacks.BroadcastInitial(), hk.callbacks.on_chief(tracker)]
+    model = job.build()
+    if IS_PLAIN:
+        model.fit(job.x, job.y, verbose=0, callbacks=callbacks)
+    else:
+        job.fit(model, callbacks)
+except OSError:
+    if not IS_CAUGHT:
+        raise
+np.asarray(hk.allreduce(np.ones(1)))
+"""
+
+
+def programs() -> dict[str, str]:
+    return dict(PROGRAM.findall(PAGE.read_text()))
+
+
+def run(folder, python, *words, **variables):
+    for name, text in programs().items():
+        (folder / name).write_text(text)
+    command = [python, "-m", "hvdkit", "run", "-np", "2", "--", python, *words]
+    return call(command, cwd=folder, env=environment(PYTHONPATH=str(ROOT), **variables))
+
+
+def test_the_page_has_short_programs():
+    assert len(programs()) == 8
+    lines = [line for text in programs().values() for line in text.splitlines()]
+    assert max(map(len, lines)) <= 85
+    commands = re.findall(r"-- python (\w+\.py)$", PAGE.read_text(), re.MULTILINE)
+    assert sorted(["job.py", *commands]) == sorted(programs())
+
+
+@pytest.mark.parametrize("kind", ["hk.fit", "plain"])
+@pytest.mark.parametrize("hook", ["on_epoch_end", "on_train_batch_end", "function"])
+def test_a_callback_of_the_chief_that_hangs_is_named(hook, kind, tmp_path):
+    (tmp_path / "bad.py").write_text(BAD)
+    job = run(tmp_path, sys.executable, "bad.py", hook, "hang", kind, "raised", HVDKIT_WATCHDOG_SECONDS="10")
+    assert job.returncode, job.stdout
+    name = r"hk\.callbacks\.on_chief\(tracker\)" if hook == "function" else rf"Tracks\.{hook}"
+    assert re.search(rf"rank 0 on .* hangs: no progress for 10 s \(in {name}; ", job.stdout + job.stderr)
+
+
+@pytest.mark.parametrize(
+    ("hook", "kind", "caught"),
+    [
+        ("on_epoch_end", "hk.fit", "raised"),
+        ("on_epoch_end", "plain", "raised"),
+        ("on_train_begin", "plain", "raised"),
+        ("on_train_batch_end", "plain", "caught"),
+        ("function", "hk.fit", "raised"),
+    ],
+)
+def test_a_callback_of_the_chief_that_raises_ends_the_job(hook, kind, caught, tmp_path):
+    (tmp_path / "bad.py").write_text(BAD)
+    job = run(tmp_path, sys.executable, "bad.py", hook, "raise", kind, caught)
+    assert job.returncode, job.stdout
+    assert re.search(r"hvdkit run: rank 0 on .* failed.*: OSError: no server", job.stdout + job.stderr)
+
+
+# ---- with the packages -----------------------------------------------------------------------------------------------
+
+
+def trained(folder, name, **variables):
+    """Run a program of the page with the packages."""
+    job = run(folder, str(PYTHON), name, **variables)
+    assert job.returncode == 0, job.stdout + job.stderr
+
+
+def rows(path, query):
+    with sqlite3.connect(path) as database:
+        return database.execute(query).fetchall()
+
+
+@pytest.mark.nightly
+@with_packages
+def test_wandb(tmp_path):
+    trained(tmp_path, "use_wandb.py", WANDB_MODE="offline", WANDB_SILENT="true")
+    assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
+    assert (tmp_path / "model.keras").exists()
+
+
+@pytest.mark.nightly
+@with_packages
+@pytest.mark.parametrize(("name", "database"), [("use_mlflow.py", "mlflow.db"), ("use_autolog.py", "autolog.db")])
+def test_mlflow(name, database, tmp_path):
+    trained(tmp_path, name)
+    assert rows(tmp_path / database, "select count(*) from runs") == [(1,)]
+    steps = rows(tmp_path / database, "select step, value from metrics where key = 'val_loss' order by step")
+    assert [step for step, _ in steps] == [0, 1, 2]
+    assert steps[0][1] > steps[-1][1] > 0
+
+
+@pytest.mark.nightly
+@with_packages
+def test_optuna(tmp_path):
+    trained(tmp_path, "use_optuna.py")
+    states = rows(tmp_path / "optuna.db", "select state, count(*) from trials group by state")
+    assert sum(number for _, number in states) == 5
+    assert {state for state, _ in states} == {"COMPLETE", "PRUNED"}
+
+
+@pytest.mark.nightly
+@with_packages
+def test_keras_tuner(tmp_path):
+    trained(tmp_path, "use_keras_tuner.py")
+    found = []
+    for rank in range(2):
+        files = sorted((tmp_path / "tuner" / f"rank-{rank}").glob("trial_*/trial.json"))
+        found.append([json.loads(file.read_text())["score"] for file in files])
+    assert len(found[0]) == 3
+    assert found[0] == found[1]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["use_tensorboard.py", "use_orbax.py"])
+def test_callbacks_of_keras(name, tmp_path):
+    python = str(PYTHON) if PYTHON.exists() else sys.executable
+    job = run(tmp_path, python, name)
+    if "ImportError: OrbaxCheckpoint requires" in job.stdout + job.stderr:
+        pytest.skip("orbax-checkpoint is not installed")
+    assert job.returncode == 0, job.stdout + job.stderr
+    if name == "use_orbax.py":
+        assert [path.name for path in (tmp_path / "orbax").iterdir()] == ["2"]
+    else:
+        assert len(list((tmp_path / "tensorboard" / "train").glob("events*"))) == 1
