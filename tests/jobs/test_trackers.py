@@ -77,14 +77,15 @@ def test_the_page_has_short_programs():
     assert sorted(["job.py", *commands]) == sorted(programs())
 
 
-@pytest.mark.parametrize("kind", ["hk.fit", "plain"])
-@pytest.mark.parametrize("hook", ["on_epoch_end", "on_train_batch_end", "function"])
+@pytest.mark.parametrize(
+    ("hook", "kind"), [("on_epoch_end", "hk.fit"), ("on_train_batch_end", "plain"), ("function", "hk.fit")]
+)
 def test_a_callback_of_the_chief_that_hangs_is_named(hook, kind, tmp_path):
     (tmp_path / "bad.py").write_text(BAD)
     job = run(tmp_path, sys.executable, "bad.py", hook, "hang", kind, "raised", HVDKIT_WATCHDOG_SECONDS="10")
     assert job.returncode, job.stdout
     name = r"hk\.callbacks\.on_chief\(tracker\)" if hook == "function" else rf"Tracks\.{hook}"
-    assert re.search(rf"rank 0 on .* hangs: no progress for 10 s \(in {name}; ", job.stdout + job.stderr)
+    assert re.search(rf"rank 0 on .* hangs: no progress for \d+ s \(in {name}; ", job.stdout + job.stderr)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,6 @@ def test_a_callback_of_the_chief_that_hangs_is_named(hook, kind, tmp_path):
     [
         ("on_epoch_end", "hk.fit", "raised"),
         ("on_epoch_end", "plain", "raised"),
-        ("on_train_begin", "plain", "raised"),
         ("on_train_batch_end", "plain", "caught"),
         ("function", "hk.fit", "raised"),
     ],
