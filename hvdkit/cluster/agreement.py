@@ -168,7 +168,9 @@ def check_calls(sent: Sequence[object], ranks: Sequence[int]) -> list[object]:
     for rank, part in zip(ranks, parts, strict=True):
         if isinstance(part, Contribution) and part.fault is not None:
             part.fault.reraise(part.kind, rank)
-    compare(parts, "collective", SAME_CALLS, ranks=ranks, key=_kind, show=shown_calls)
+    functions = {part.kind.partition("(")[0] if isinstance(part, Contribution) else None for part in parts}
+    remedy = SAME_CALLS if len(functions) > 1 else "pass the same arguments on every rank"
+    compare(parts, "collective", remedy, ranks=ranks, key=_kind, show=shown_calls)
     return parts
 
 
@@ -302,9 +304,36 @@ def _kind(part: object) -> tuple[type, str] | None:
 
 
 def shown_calls(odd: object, usual: object) -> tuple[str, str]:
-    """Return descriptions of two ranks' calls, for messages."""
+    """Return descriptions of two ranks' calls, for messages: of calls of the same function, the arguments that differ.
+
+    Example:
+        >>> shown_calls(Contribution("f(a=2, b=4)", None), Contribution("f(a=2, b=5)", None))
+        ('f(..., b=4)', 'f(..., b=5)')
+    """
     got, expected = (str(each) if isinstance(each, Contribution) else "another exchange" for each in (odd, usual))
-    return got, expected
+    name = got.partition("(")[0]
+    ours = _arguments(got)
+    theirs = _arguments(expected)
+    are_alike = expected.startswith(f"{name}(") and len(ours) == len(theirs) > 1
+    differing = [pair for pair in zip(ours, theirs, strict=True) if pair[0] != pair[1]] if are_alike else []
+    if not differing or len(differing) == len(ours):
+        return got, expected
+    shown = [", ".join(pair[index] for pair in differing) for index in (0, 1)]
+    return f"{name}(..., {shown[0]})", f"{name}(..., {shown[1]})"
+
+
+def _arguments(call: str) -> list[str]:
+    """Return the arguments of a call as text, apart from those of calls and lists in them."""
+    inner = call.partition("(")[2].removesuffix(")")
+    found = [""]
+    depth = 0
+    for character in inner:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and not depth:
+            found.append("")
+        else:
+            found[-1] += character
+    return [each.strip() for each in found]
 
 
 def _unpickle(data: bytes) -> object:

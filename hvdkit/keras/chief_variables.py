@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import keras
@@ -56,6 +57,14 @@ class VariableBroadcaster:
         untracked = [each.variable for each in state_of(self._model)]
         variables = [*self._model.variables, *untracked, *optimizer_variables]
         return [v for v in {id(v): v for v in variables}.values() if holding_of(v) is None]
+
+
+def build_for(model: Any, data: Shares) -> None:
+    """Build a model for ``data``, by a symbolic call; one that cannot be called so stays as it is."""
+    inputs = keras.utils.unpack_x_y_sample_weight(data.get_tf_dataset().element_spec[0])[0]
+    if all(isinstance(each, tf.TensorSpec) for each in tree.flatten(inputs)):
+        with contextlib.suppress(Exception):  # a Supervisor then refuses the model
+            model(tree.map_structure(lambda each: keras.KerasTensor(each.shape, each.dtype.name), inputs))
 
 
 def build_before_tracing(model: Any, data: Shares) -> None:

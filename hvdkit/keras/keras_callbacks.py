@@ -19,6 +19,7 @@ from hvdkit.errors import CollectiveMismatchError, see
 from hvdkit.internals import is_default, pythonify_logs
 from hvdkit.keras.checking.step_recording import StepRecorder
 from hvdkit.keras.chief import StopRequest, is_on_chief
+from hvdkit.keras.chief_variables import build_for
 from hvdkit.keras.data_end import report_end_of_data
 from hvdkit.keras.fit_session import FitSession
 from hvdkit.keras.model_optimizers import optimizers_of
@@ -266,6 +267,8 @@ class CallbackList(keras.callbacks.CallbackList):
         """Call the callbacks, then broadcast the chief's variables, as a callback may have restored them."""
         self._on_begin()
         model = self.model
+        if self.supervisors and not model.built:
+            build_for(model, self._data)
         if self._may_restore:
 
             def begin() -> tuple[int | None, bool]:
@@ -404,7 +407,8 @@ class CallbackList(keras.callbacks.CallbackList):
         digests = [digest for digest, _ in found]
         remedy = (
             "remove dataset.shard(size, rank), as hk.fit divides batches; give shuffle(), random maps and splits of "
-            "the dataset a seed (keras.utils.set_random_seed), and every rank the same files; "
+            "the dataset a seed (keras.utils.set_random_seed), and every rank the same files; a map with "
+            "num_parallel_calls draws random numbers in any order: leave it out, or use tf.random.stateless_*; "
             f"{see('pitfalls#a-split-or-shuffle-without-a-seed')}"
         )
         if any(each is not None and each.has_workers for each in (self._data, self._test_data)):

@@ -139,7 +139,7 @@ class SupervisorCallback(CheckedCallback):
         if self._session.restored_from is not None:
             continue_logs(self._callbacks, initial_epoch)
         self._remaining_steps = 0
-        if done_steps and self._data is None:
+        if done_steps and self._data is None and epoch < self.params["epochs"]:
             message = (
                 "fit: continues at step %d, in the middle of an epoch, whose batches are repeated; to continue within "
                 "the epoch, train on hk.data.GlobalBatches: hk.fit(model, batches, logdir=...), or in plain fit, "

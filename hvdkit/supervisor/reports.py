@@ -50,9 +50,12 @@ class RunSummary:
         """
         if not self.steps and self.checkpoint is not None:
             where = f"step {self.step} ({printable(self.checkpoint)})"
+            empty = "" if self.epochs is None else "; History is empty"
             if self.stopped:
-                return f"nothing to train: the run was stopped {self.stopped} at {where}; pass another logdir"
-            return f"nothing to train: the run is already at {where}; pass more epochs or steps, or another logdir"
+                return f"nothing to train: the run was stopped {self.stopped} at {where}; pass another logdir{empty}"
+            return (
+                f"nothing to train: the run is already at {where}; pass more epochs or steps, or another logdir{empty}"
+            )
         epochs = "" if self.epochs is None else f"{counted(self.epochs, 'epoch')}, "
         to = "" if self.step is None else f", to step {self.step}"
         parts = [f"trained {epochs}{counted(self.steps, 'step')} in {self.seconds:.1f} s ({self._rate}){to}"]

@@ -106,7 +106,8 @@ def state_to_save(
         raise TypeError(describe("model", type(model).__name__, "a Keras model", "pass variables in variables=[...]"))
     if model is not None and not model.built:
         remedy = "give its first layer an Input, call model.build(shape), or call it once"
-        raise ValueError(describe("model", "a model that is not built", "a built model", remedy))
+        expected = "a built model, whose variables can be saved"
+        raise ValueError(describe("model", "a model that is not built", expected, remedy))
     variables = [variables] if isinstance(variables, tf.Variable | keras.Variable) else list(variables)
     for variable in variables:
         if not isinstance(variable, tf.Variable | keras.Variable):

@@ -221,3 +221,58 @@ def test_a_state_that_is_not_json_is_an_error_that_names_the_callback(shared_pat
         hk.fit(model, x, y, epochs=2, logdir=shared_path, callbacks=[Model()])
     with pytest.raises(TypeError, match="expected Keras callbacks"):
         hk.callbacks.SupervisorCallback(shared_path, callbacks=[keras.callbacks.EarlyStopping])
+
+
+class Net(keras.Model):
+    """A model without an Input, as users write it."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = keras.layers.Dense(8, activation="tanh")
+        self.last = keras.layers.Dense(1, activation="sigmoid")
+
+    def call(self, inputs):
+        return self.last(self.hidden(inputs))
+
+
+def test_a_subclassed_model_is_built_before_its_run_is_restored(shared_path):
+    (x, y), _ = data()
+
+    def run(epochs, **options):
+        keras.utils.set_random_seed(1)
+        model = Net()
+        model.compile("adam", "binary_crossentropy")
+        history = hk.fit(model, x, y, batch_size=15, epochs=epochs, shuffle=False, verbose=0, **options)
+        return history.history["loss"], model.get_weights()
+
+    losses, weights = run(4)
+    begin, _ = run(2, logdir=shared_path / "run")
+    end, saved = run(4, logdir=shared_path / "run")
+    np.testing.assert_allclose([*begin, *end], losses, rtol=1e-6)
+    for got, expected in zip(saved, weights, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_a_complete_run_that_was_interrupted_repeats_no_batches(shared_path, caplog):
+    (x, y), _ = data()
+
+    def run(epochs, kill_at=None):
+        model = build(sharded=False)
+        model.compile("adam", "binary_crossentropy")
+        keep = hk.callbacks.SupervisorCallback(shared_path, save_steps=1, until=None)
+
+        class Kill(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                if int(self.model.optimizer.iterations) == kill_at:
+                    raise Killed
+
+        return hk.fit(model, x, y, batch_size=15, epochs=epochs, verbose=0, callbacks=[keep, Kill()])
+
+    with pytest.raises(Killed):
+        run(2, kill_at=2)
+    run(2)
+    caplog.clear()
+    assert not run(2).epoch
+    assert "whose batches are repeated" not in caplog.text
+    if hk.is_chief():
+        assert "nothing to train: the run is already at step" in caplog.text and "History is empty" in caplog.text

@@ -18,6 +18,7 @@ WRONG = (
     (["-np", "2", "--"], "program: got none"),
     (["-np", "2", "--", "no-such-program"], "program: got no-such-program"),
     (["-np", "3", "--", "train.py", "--lr", "1"], "write: hvdkit run -np 3 -- python train.py --lr 1"),
+    (["-np", "2", "no_such.py"], "program: got no_such.py (no such file in "),
     (["train.py", "-np", "3"], "write: hvdkit run -np 3 -- python train.py"),
     (["train.py"], "write: hvdkit run -np 2 -- python train.py"),
     (["-n", "2", "python", "x.py"], "did you mean: hvdkit run -np 2 -- python x.py"),
@@ -55,7 +56,9 @@ def test_a_script_is_run_by_this_interpreter(capsys, monkeypatch, tmp_path):
         assert main(["run", "--dry-run", *arguments, "train.py", "--lr", "1"]) == 0
         assert capsys.readouterr().out.endswith(f"{sys.executable} train.py --lr 1\n")
     assert main(["run", "train.py", "-np", "2"]) == 2
-    assert "write: hvdkit run -np 2 -- python train.py" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "program: got train.py -np 2, expected options before the program" in error
+    assert "write: hvdkit run -np 2 -- python train.py" in error
 
 
 def test_a_dry_run_starts_nothing(capsys, monkeypatch):

@@ -44,6 +44,8 @@ _CHILDREN_SECONDS = 3.0
 _MAX_UNREAD = 1 << 22
 _MAX_UNREAD_AT_END = 1 << 26
 _PAUSED_SECONDS = 0.02
+# Seconds between lines about a start that takes long, without a terminal.
+_START_SECONDS = 30.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SENTINEL = (sys.executable, "-IS", sentinel.PATH, "run")
 
@@ -112,6 +114,7 @@ class Attempt:
         self._stopped_by: signal.Signals | None = None
         self._kill_at: float | None = None
         self._began_at = time.monotonic()
+        self._report_start_at = _START_SECONDS  # seconds since then
         self._paused_ranks: set[int] = set()  # ranks that must not send output now
 
     def run(self) -> Verdict:
@@ -240,9 +243,14 @@ class Attempt:
         if self._is_over or initialized == self._size:
             self.output.show_start("")
             return
-        seconds = f"{time.monotonic() - self._began_at:.0f} s"
+        elapsed = time.monotonic() - self._began_at
         ranks = f"{len(members)} of {self._size} ranks started, {initialized} passed hk.init()"
-        self.output.show_start(f"hvdkit run: {seconds}: {ranks}")
+        line = f"hvdkit run: {elapsed:.0f} s: {ranks}"
+        if self.output.has_terminal:
+            self.output.show_start(line)
+        elif elapsed >= self._report_start_at and not self.output.has_output:
+            self._report_start_at += _START_SECONDS
+            self.output.line(line)
 
     @property
     def _have_ended(self) -> bool:

@@ -79,7 +79,7 @@ class Job:
         if gpus:
             shared = "; ranks share GPUs" if ranks > len(gpus) else ""
             return f"{what} on this host, which has {counted(len(gpus), 'GPU')}{shared}"
-        shared = "; ranks share cores, which makes steps slower" if ranks > cores else ""
+        shared = "; ranks share cores, which makes start and steps slower" if ranks > cores else ""
         return f"{what} on this host, which has {counted(cores, 'core')}{shared}"
 
     @property
@@ -218,17 +218,21 @@ def _check_program(program: Sequence[str], config: RunConfig) -> None:
     if not program:
         remedy = "write: hvdkit run -np 4 -- python train.py"
         raise ValueError(describe("program", "none", "a command after --", remedy))
-    if shutil.which(program[0]) is None:
-        remedy = "check its name, or activate its environment"
-        if program[0].endswith(".py"):
-            remedy = f"write: {_command_for_script(program, config)}"
-        raise ValueError(describe("program", program[0], "a command that can be run here", remedy))
     is_here = config.hosts is None and config.hostfile is None and not config.slurm and not config.dry_run
-    if is_here and Path(program[0]).name.startswith("python") and len(program) > 1:
-        script = Path(program[1])
-        if script.suffix == ".py" and not script.exists():  # otherwise every rank would report it
-            got = f"{script} (no such file in {Path.cwd()})"
-            raise ValueError(describe("program", got, "a script", "check its path"))
+    is_python = Path(program[0]).name.startswith("python") and len(program) > 1
+    script = Path(program[1] if is_python else program[0])
+    if is_here and script.suffix == ".py" and not script.exists() and shutil.which(script) is None:
+        got = f"{script} (no such file in {Path.cwd()})"  # otherwise every rank would report it
+        form = "" if is_python else f", and write: {_command_for_script(program, config)}"
+        raise ValueError(describe("program", got, "a script", f"check its path{form}"))
+    if shutil.which(program[0]) is None:
+        if program[0].endswith(".py"):
+            has_options = bool({"-np", "--np"} & set(program))
+            expected = "options before the program" if has_options else "a command that can be run here"
+            got = shlex.join(program) if has_options else program[0]
+            raise ValueError(describe("program", got, expected, f"write: {_command_for_script(program, config)}"))
+        remedy = "check its name, or activate its environment"
+        raise ValueError(describe("program", program[0], "a command that can be run here", remedy))
 
 
 def _command_for_script(program: Sequence[str], config: RunConfig) -> str:

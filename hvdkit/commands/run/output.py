@@ -40,6 +40,9 @@ class OutputWriter:
         files: standard output (1) and standard error (2).
         logs: folder for a log of each rank, or None.
         shown: which lines are shown; None for "merged" on a terminal, and "all" otherwise.
+
+    Attributes:
+        has_output: whether a rank has written anything.
     """
 
     def __init__(self, files: dict[int, BinaryIO], logs: Path | None = None, shown: Shown | None = None) -> None:
@@ -52,7 +55,7 @@ class OutputWriter:
         self._lines = AlikeLines()
         self._seconds = WAIT_SECONDS if self._shown == "merged" else 0.0  # that lines wait
         self._interrupted: dict[int, list[bytes]] = {}  # lines of standard error, of ranks that Ctrl-C has interrupted
-        self._has_output = False
+        self.has_output = False
         self._bar = b""  # the progress bar that the terminal shows
         self._writers: dict[tuple[int, int], Writer] = {}
         self._last_lines: dict[int, bytes] = {}  # of each rank's standard error
@@ -89,8 +92,8 @@ class OutputWriter:
         """
         if self._logs is not None:
             self._write_log(rank, data)
-        if not self._has_output:
-            self._has_output = True
+        if not self.has_output:
+            self.has_output = True
             self._show(b"")  # the progress of the start
         *lines, rest = (self._partial.get((rank, channel), b"") + data).split(b"\n")
         # Drop what a progress bar has overwritten. Otherwise the line would grow during the whole training.
@@ -135,11 +138,11 @@ class OutputWriter:
     def begin(self, size: int) -> None:
         """Expect output of this many ranks."""
         self._lines.begin(size)
-        self._has_output = False
+        self.has_output = False
 
     def show_start(self, progress: str) -> None:
         """Show the progress of the start on a terminal, until there is output of ranks."""
-        if self.has_terminal and not self._has_output:
+        if self.has_terminal and not self.has_output:
             self._show(progress.encode())
 
     def tick(self, now: float) -> None:
