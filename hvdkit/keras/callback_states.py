@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.checkpoint.entries import BEST_WEIGHTS
 from hvdkit.errors import CorruptCheckpointError, describe
+from hvdkit.keras.chief import is_on_chief
 from hvdkit.machine.replacing import replaced
 from hvdkit.sharding.shards import Local, Shard, holding_of, set_holding
 
@@ -52,12 +54,12 @@ class CallbackStates:
         self._best_weights = {
             name: _BestWeights(each)
             for name, each in self._others.items()
-            if isinstance(each, keras.callbacks.EarlyStopping) and each.restore_best_weights
+            if isinstance(each, keras.callbacks.EarlyStopping) and each.restore_best_weights and not is_on_chief(each)
         }
 
     @property
-    def is_of_keras(self) -> bool:
-        """Whether there are states that change at the end of an epoch."""
+    def change_at_end(self) -> bool:
+        """Whether there are states on this rank that change at the end of an epoch."""
         return bool(self._others)
 
     def to_save(self) -> dict[str, Any]:
@@ -110,8 +112,8 @@ def _by_name(callbacks: Iterable[Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for callback in callbacks:
         kind = type(callback).__name__
-        number = sum(name.rstrip("0123456789") == kind for name in found)
-        found[f"{kind}{number or ''}"] = callback
+        names = itertools.chain([kind], (f"{kind}{number}" for number in itertools.count(1)))
+        found[next(name for name in names if name not in found)] = callback
     return found
 
 

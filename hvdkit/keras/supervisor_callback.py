@@ -11,6 +11,7 @@ import keras
 
 from hvdkit import cluster
 from hvdkit.checkpoint.files import local_path
+from hvdkit.cluster.agreement import gather
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.keras.callback_states import CallbackStates, check_callbacks, continue_logs
@@ -44,7 +45,7 @@ class SupervisorCallback(CheckedCallback):
         state: as for ``hk.Supervisor``. States of hvdkit's callbacks (warm-up, step counts) are also saved.
         callbacks: callbacks of the same plain ``fit`` whose states are saved, too: ``EarlyStopping``,
             ``ReduceLROnPlateau``, ``ModelCheckpoint``, and others that define ``get_state()``, which returns plain
-            JSON values, and ``set_state(state)``. ``hk.fit`` passes all of its own. A ``CSVLogger`` appends to its file
+            JSON values, and ``set_state(state)``. ``hk.fit`` passes all its callbacks. A ``CSVLogger`` appends to its file
             if the run continues. If ``EarlyStopping`` has ended the run, it doesn't train.
         save_epochs: also save at the end of epochs, as long as saves take less than a tenth of the time.
         **options: any other argument of ``hk.Supervisor``: ``save_model_secs``, ``max_to_keep``, ...
@@ -98,6 +99,7 @@ class SupervisorCallback(CheckedCallback):
         self._state = dict(state or {})
         self._callbacks = check_callbacks(callbacks)
         self._states = CallbackStates([], [])
+        self._has_states = False  # whether a callback of any rank has a state that changes at the end of an epoch
         self.stopped_by = ""
         self._save_epochs = save_epochs
         self._epoch_steps = 0  # steps done in this epoch
@@ -110,6 +112,8 @@ class SupervisorCallback(CheckedCallback):
         self._step_counters = stateful_callbacks(self.model)
         self._epoch = _Epoch()
         self._states = CallbackStates([*self._step_counters, self._epoch], self._callbacks)
+        # Callbacks that write files run on the chief only.
+        self._has_states = any(gather(cluster.exchange(), "states of callbacks", lambda: self._states.change_at_end))
         self.supervisor = Supervisor(
             self._logdir,
             model=self.model,
@@ -139,13 +143,13 @@ class SupervisorCallback(CheckedCallback):
         if self._session.restored_from is not None:
             continue_logs(self._callbacks, initial_epoch)
         self._remaining_steps = 0
-        if done_steps and self._data is None and epoch < self.params["epochs"]:
+        if done_steps and self._data is None:
             message = (
                 "fit: continues at step %d, in the middle of an epoch, whose batches are repeated; to continue within "
                 "the epoch, train on hk.data.GlobalBatches: hk.fit(model, batches, logdir=...), or in plain fit, "
                 "SupervisorCallback(logdir, data=batches)"
             )
-            if cluster.is_chief():
+            if cluster.is_chief() and initial_epoch < self.params["epochs"]:
                 get_logger().warning(message, step)
         elif done_steps and steps:
             self._remaining_steps = steps - done_steps
@@ -227,7 +231,7 @@ def end_epoch(supervisor: SupervisorCallback, epoch: int) -> None:
     """Save at the end of an epoch. ``hk.fit`` calls it after the ``on_epoch_end`` of all callbacks."""
     session = supervisor._session
     model = supervisor.model
-    has_decided = supervisor._states.is_of_keras
+    has_decided = supervisor._has_states
     is_last = model.stop_training or epoch + 1 >= supervisor.params["epochs"]
     if session.preempted:
         if has_decided and supervisor._is_epoch_complete():  # the save in its last step was before its end

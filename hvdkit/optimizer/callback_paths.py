@@ -28,7 +28,7 @@ def running_callbacks(is_trained: Callable[[keras.Model], bool]) -> Iterator[ker
     existing ones. Those of a running ``fit`` share one dict of parameters with the History of their model.
 
     Args:
-        is_trained: tells whether ``fit`` trains a model.
+        is_trained: returns whether ``fit`` trains a model.
     """
     for callback in live_instances(keras.callbacks.Callback):
         model = getattr(callback, "model", None)
@@ -43,7 +43,7 @@ def written_paths(is_trained: Callable[[keras.Model], bool]) -> dict[str, str]:
     """Return the class names of callbacks in a running ``fit`` that write files, by absolute path.
 
     Args:
-        is_trained: tells whether ``fit`` trains a model.
+        is_trained: returns whether ``fit`` trains a model.
     """
     paths: dict[str, str] = {}
     for callback in running_callbacks(is_trained):

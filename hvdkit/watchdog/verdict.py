@@ -82,7 +82,7 @@ class Verdict:
         step: steps it had trained.
         texts: tracebacks, each tagged with the ranks that reported it, that of ``rank`` last.
         orderly: whether all ranks can exit normally.
-        common: whether every rank reported an error of its own: none has waited for another one.
+        common: whether every rank reported its own error: none has waited for another one.
         final: the job was stopped, and must not be restarted.
         flight: the line about the flight recorder's file, or "".
     """

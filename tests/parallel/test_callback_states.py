@@ -223,6 +223,31 @@ def test_a_state_that_is_not_json_is_an_error_that_names_the_callback(shared_pat
         hk.callbacks.SupervisorCallback(shared_path, callbacks=[keras.callbacks.EarlyStopping])
 
 
+@pytest.mark.parametrize("kind", ["ModelCheckpoint", "of the chief", "of the chief, best"])
+def test_callbacks_of_the_chief_only_have_a_state(shared_path, kind):
+    (x, y), validation = data()
+
+    def run(epochs):
+        model = build(sharded=False)
+        model.compile("adam", "binary_crossentropy")
+        if kind == "ModelCheckpoint":
+            callback = keras.callbacks.ModelCheckpoint(shared_path / "best.keras", save_best_only=True)
+        else:
+            stops = keras.callbacks.EarlyStopping(patience=9, restore_best_weights=kind.endswith("best"))
+            callback = hk.callbacks.on_chief(stops)
+        logdir = shared_path / "run"
+        history = hk.fit(
+            model, x, y, epochs=epochs, validation_data=validation, verbose=0, logdir=logdir, callbacks=[callback]
+        )
+        return history, callback
+
+    first, _ = run(3)
+    second, callback = run(5)
+    assert second.epoch == [3, 4]
+    if hk.is_chief():
+        assert callback.best == min([*first.history["val_loss"], *second.history["val_loss"]])
+
+
 class Net(keras.Model):
     """A model without an Input, as users write it."""
 

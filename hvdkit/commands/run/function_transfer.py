@@ -130,7 +130,7 @@ class FunctionServer:
         selector.close()
 
     def _join(self, server: Server, selector: selectors.BaseSelector, peer: Peer, size: int) -> None:
-        """Continue a handshake; serve a rank in a thread of its own once it has joined."""
+        """Continue a handshake; serve a rank in its own thread once it has joined."""
         for message in server.receive(peer):
             if not isinstance(message, Joined):
                 continue

@@ -181,7 +181,7 @@ def _sources() -> dict[str, list[str]]:
 def _launch(folder: Path) -> int:
     """Run the job of ``folder`` and forward its output; return the exit code of its process.
 
-    The process is in a session of its own: only this function passes Ctrl-C on to it.
+    The process is in its own session: only this function passes Ctrl-C on to it.
 
     Raises:
         KeyboardInterrupt: after all ranks have ended.
