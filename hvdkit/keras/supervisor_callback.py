@@ -45,8 +45,8 @@ class SupervisorCallback(CheckedCallback):
         state: as for ``hk.Supervisor``. States of hvdkit's callbacks (warm-up, step counts) are also saved.
         callbacks: callbacks of the same plain ``fit`` whose states are saved, too: ``EarlyStopping``,
             ``ReduceLROnPlateau``, ``ModelCheckpoint``, and others that define ``get_state()``, which returns plain
-            JSON values, and ``set_state(state)``. ``hk.fit`` passes all its callbacks. A ``CSVLogger`` appends to its file
-            if the run continues. If ``EarlyStopping`` has ended the run, it doesn't train.
+            JSON values, and ``set_state(state)``. ``hk.fit`` passes all its callbacks. A ``CSVLogger`` appends if the
+            run continues. If ``EarlyStopping`` has ended the run, it doesn't train.
         save_epochs: also save at the end of epochs, as long as saves take less than a tenth of the time.
         **options: any other argument of ``hk.Supervisor``: ``save_model_secs``, ``max_to_keep``, ...
 
