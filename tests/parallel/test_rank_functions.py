@@ -192,7 +192,8 @@ def test_other_models_are_not_errors(rng):
 @pytest.mark.ranks(1, 2)
 def normalized(*more, is_built=True):
     """Return a compiled model with moving statistics, which differ by rank after the first batch."""
-    hidden = [layers.Dense(3, "relu"), layers.BatchNormalization(), *more, layers.Dense(1)]
+    # A layer that tracks the mean of its inputs comes first: after a normalization it is 0 on every rank.
+    hidden = [*more, layers.Dense(3, "relu"), layers.BatchNormalization(), layers.Dense(1)]
     model = keras.Sequential([keras.Input((3,))] * is_built + hidden)
     model.compile("sgd", "mse")
     return model

@@ -18,7 +18,7 @@ WRONG = (
     (["-np", "2", "--"], "program: got none"),
     (["-np", "2", "--", "no-such-program"], "program: got no-such-program"),
     (["-np", "3", "--", "train.py", "--lr", "1"], "write: hvdkit run -np 3 -- python train.py --lr 1"),
-    (["-np", "2", "no_such.py"], "program: got no_such.py (no such file in "),
+    (["-np", "2", "no_such.py"], "has no such file, and write: hvdkit run -np 2 -- python no_such.py"),
     (["train.py", "-np", "3"], "write: hvdkit run -np 3 -- python train.py"),
     (["train.py"], "write: hvdkit run -np 2 -- python train.py"),
     (["-n", "2", "python", "x.py"], "did you mean: hvdkit run -np 2 -- python x.py"),

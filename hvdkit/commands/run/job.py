@@ -219,20 +219,27 @@ def _check_program(program: Sequence[str], config: RunConfig) -> None:
         remedy = "write: hvdkit run -np 4 -- python train.py"
         raise ValueError(describe("program", "none", "a command after --", remedy))
     is_here = config.hosts is None and config.hostfile is None and not config.slurm and not config.dry_run
-    is_python = Path(program[0]).name.startswith("python") and len(program) > 1
-    script = Path(program[1] if is_python else program[0])
-    if is_here and script.suffix == ".py" and not script.exists() and shutil.which(script) is None:
-        got = f"{script} (no such file in {Path.cwd()})"  # otherwise every rank would report it
-        form = "" if is_python else f", and write: {_command_for_script(program, config)}"
-        raise ValueError(describe("program", got, "a script", f"check its path{form}"))
     if shutil.which(program[0]) is None:
-        if program[0].endswith(".py"):
-            has_options = bool({"-np", "--np"} & set(program))
-            expected = "options before the program" if has_options else "a command that can be run here"
-            got = shlex.join(program) if has_options else program[0]
-            raise ValueError(describe("program", got, expected, f"write: {_command_for_script(program, config)}"))
-        remedy = "check its name, or activate its environment"
-        raise ValueError(describe("program", program[0], "a command that can be run here", remedy))
+        raise ValueError(_not_a_command(program, config, is_here=is_here))
+    if is_here and Path(program[0]).name.startswith("python") and len(program) > 1:
+        script = Path(program[1])
+        if script.suffix == ".py" and not script.exists():  # otherwise every rank would report it
+            got = f"{script} (no such file in {Path.cwd()})"
+            raise ValueError(describe("program", got, "a script", "check its path"))
+
+
+def _not_a_command(program: Sequence[str], config: RunConfig, *, is_here: bool) -> str:
+    """Return the message about a program that cannot be run."""
+    name = program[0]
+    expected = "a command that can be run here"
+    if not name.endswith(".py"):
+        return describe("program", name, expected, "check its name, or activate its environment")
+    remedy = f"write: {_command_for_script(program, config)}"
+    if is_here and not Path(name).exists():
+        return describe("program", name, expected, f"check its path, as {Path.cwd()} has no such file, and {remedy}")
+    if {"-np", "--np"} & set(program):
+        return describe("program", shlex.join(program), "options before the program", remedy)
+    return describe("program", name, expected, remedy)
 
 
 def _command_for_script(program: Sequence[str], config: RunConfig) -> str:
