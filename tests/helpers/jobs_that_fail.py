@@ -147,7 +147,7 @@ def watch(process: Any, folder: Path, act: Callable[[], None] | None, limit: flo
     for member in left:
         member.kill()
     process.wait()
-    text = _read(folder)
+    text = re.sub(r"^hvdkit run: (starting|\d+ s:) .*\n", "", _read(folder), flags=re.MULTILINE)  # how it starts
     if since is None and (found := re.search(r"fault at ([\d.]+)", text)):
         since = float(found[1])
     lines = [re.sub(r"^\[[\d,]+\]<std\w+>: ?", "", line) for line in text.splitlines()]

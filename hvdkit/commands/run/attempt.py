@@ -45,7 +45,7 @@ _MAX_UNREAD = 1 << 22
 _MAX_UNREAD_AT_END = 1 << 26
 _PAUSED_SECONDS = 0.02
 # Seconds between lines about a start that takes long, without a terminal.
-_START_SECONDS = 30.0
+_START_SECONDS = 60.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SENTINEL = (sys.executable, "-IS", sentinel.PATH, "run")
 
