@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import pickle
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, NoReturn, TypeVar, cast
@@ -323,17 +324,8 @@ def shown_calls(odd: object, usual: object) -> tuple[str, str]:
 
 
 def _arguments(call: str) -> list[str]:
-    """Return the arguments of a call as text, apart from those of calls and lists in them."""
-    inner = call.partition("(")[2].removesuffix(")")
-    found = [""]
-    depth = 0
-    for character in inner:
-        depth += (character in "([{") - (character in ")]}")
-        if character == "," and not depth:
-            found.append("")
-        else:
-            found[-1] += character
-    return [each.strip() for each in found]
+    """Return the keyword arguments of a call as text."""
+    return re.split(r", (?=\w+=)", call.partition("(")[2].removesuffix(")"))
 
 
 def _unpickle(data: bytes) -> object:

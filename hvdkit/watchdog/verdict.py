@@ -13,6 +13,7 @@ from hvdkit.watchdog.events import Exited, Failed, Leaving, Message, Training
 from hvdkit.watchdog.rank_texts import alike, tagged
 
 PREEMPTED = 75
+AS_EVERY_RANK = ", as every rank did"
 DIED = "died without reporting an error (killed, out of memory, or os._exit)"
 # An error caused by the end of a rank may be reported up to this many seconds before that end.
 _CROSSING_SECONDS = 1.0
@@ -102,9 +103,6 @@ class Verdict:
     def line(self) -> str:
         """The rank, its host and what it did, in one line."""
         return self.summary if self.rank is None else f"rank {self.rank} on {self.host} {self.summary}"
-
-
-AS_EVERY_RANK = ", as every rank did"
 
 
 def verdict(events: Iterable[RankEvent], size: int, hosts: Mapping[int, str] = {}) -> Verdict:

@@ -20,7 +20,7 @@ import hvdkit as hk
 from hvdkit.commands.run.function_transfer import FUNCTION_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
-# Jupyter's packages are in an environment of their own, which `make tutorials-check` makes.
+# Jupyter's packages are in another environment, which `make tutorials-check` makes.
 TUTORIALS = next((ROOT / ".cache" / "tutorials" / "lib").glob("python*/site-packages"), None)
 
 

@@ -54,7 +54,7 @@ class OutputWriter:
         self._shown: Shown = shown or ("merged" if files and len(self._terminals) == len(files) else "all")
         self._lines = AlikeLines()
         self._seconds = WAIT_SECONDS if self._shown == "merged" else 0.0  # that lines wait
-        self._interrupted: dict[int, list[bytes]] = {}  # lines of standard error, of ranks that Ctrl-C has interrupted
+        self._interrupted: dict[int, list[bytes]] = {}  # tracebacks of ranks that Ctrl-C has interrupted
         self.has_output = False
         self._bar = b""  # the progress bar that the terminal shows
         self._writers: dict[tuple[int, int], Writer] = {}
@@ -194,8 +194,9 @@ class OutputWriter:
             rest = self._partial.pop((rank, channel), b"")
             if visible(rest):
                 self._add(rank, channel, [rest], seconds=self._seconds)
-        lines = without_interrupt(self._interrupted.pop(rank, []))
-        self._add(rank, 2, lines, seconds=WAIT_SECONDS)
+        held = self._interrupted.pop(rank, [])
+        if held and not held[-1].startswith(b"KeyboardInterrupt"):
+            self._add(rank, 2, held, seconds=WAIT_SECONDS)
         self._lines.ended(rank)
         self._write_lines(time.monotonic())
         if rank in self._open_logs:
@@ -233,19 +234,6 @@ class OutputWriter:
         descriptor = self._files[channel].fileno()
         status = os.fstat(descriptor)
         self._writers.setdefault((status.st_dev, status.st_ino), Writer(descriptor)).write(data)
-
-
-def without_interrupt(lines: list[bytes]) -> list[bytes]:
-    """Return lines without the traceback of a KeyboardInterrupt at their end.
-
-    Example:
-        >>> without_interrupt([b"loading", b"Traceback (most recent call last):", b"  ...", b"KeyboardInterrupt"])
-        [b'loading']
-    """
-    if not lines or not lines[-1].startswith(b"KeyboardInterrupt"):
-        return lines
-    begins = (index for index, line in enumerate(lines) if line.startswith(_TRACEBACK))
-    return lines[: next(begins, len(lines) - 1)]
 
 
 def visible(line: bytes) -> bytes:
