@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from hvdkit.checkpoint.files import atomic_file, checkpoint_errors, local_path, write_text
+from hvdkit.checkpoint.files import RunPath, atomic_file, checkpoint_errors, local_path, run_path, write_text
 from hvdkit.checkpoint.inspection import newest_at
 from hvdkit.checkpoint.manifest import Manifest, TensorEntry
 from hvdkit.checkpoint.reading import Reader
@@ -25,7 +25,7 @@ _MAX_WINDOW = 64 * BLOCK_BYTES
 
 
 def export_npy(
-    path: str | Path,
+    path: str | RunPath,
     directory: str | Path,
     names: Sequence[str] | None = None,
     *,
@@ -71,7 +71,7 @@ def export_npy(
         >>> np.load(files[0], mmap_mode="r").shape
         (3, 2)
     """
-    path = newest_at(local_path(path, "path"))
+    path = newest_at(run_path(path, "path"))
     directory = local_path(directory, "directory")
     manifest = Manifest.load(path)
     tensors = _select(manifest, names)
@@ -90,9 +90,9 @@ def export_npy(
     return [*files.values(), values_file]
 
 
-def bytes_to_export(path: str | Path, names: Sequence[str] | None = None) -> int:
+def bytes_to_export(path: str | RunPath, names: Sequence[str] | None = None) -> int:
     """Return the number of bytes that :func:`export_npy` will report to ``progress``."""
-    tensors = _select(Manifest.parse(newest_at(local_path(path, "path"))), names).values()
+    tensors = _select(Manifest.parse(newest_at(run_path(path, "path"))), names).values()
     return sum(t.arrays * math.prod(t.shape) * _npy_dtype(t).itemsize for t in tensors)
 
 

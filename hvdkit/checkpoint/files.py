@@ -1,4 +1,7 @@
-"""Atomic file writes: sync, rename; reads of regular files only; and errors that name the file."""
+"""Files of a run, local or in a store: whole writes, reads of regular files only, and errors that name the file.
+
+A local file is synced and renamed. The functions that take a :data:`RunPath` do the same for an object of a store.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,19 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from hvdkit.checkpoint import stores
 from hvdkit.errors import CheckpointError, CorruptCheckpointError, describe
 from hvdkit.machine.replacing import replaced, sync
+
+if TYPE_CHECKING:
+    from upath import UPath
+
+RunPath: TypeAlias = "Path | UPath"
+"""A path of a run's files: local, or in a store. ``isinstance(path, Path)`` tells which."""
 
 _REMEDIES = {
     errno.ENOSPC: "free space there, or save elsewhere",
@@ -26,7 +36,6 @@ _REMEDIES = {
     errno.ENOTDIR: "a part of the path is a file: pass a folder",
     errno.ENAMETOOLONG: "use shorter names",
 }
-_URL = re.compile(r"[a-zA-Z][\w+.-]+:/")  # Path makes gs:/ of gs://
 # Errors of this process or host, not of a file.
 _SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _KINDS = {
@@ -38,21 +47,29 @@ _KINDS = {
 }
 
 
-def local_path(path: str | Path, argument: str) -> Path:
-    """Return a path of a file system.
+def run_path(path: str | RunPath, argument: str) -> RunPath:
+    """Return a local path, or the path of a store for a URL.
 
     Raises:
-        ValueError: it is a URL, of which a local folder such as ``gs:`` would be made.
+        ValueError: it is a URL of an unknown protocol, or whose package is not installed.
     """
-    if _URL.match(str(path)):
-        expected = "a folder of a file system that all hosts share"
-        remedy = "mount the store on every host (gcsfuse, mountpoint-s3, blobfuse), or copy the folder after the run"
-        raise ValueError(describe(argument, str(path), expected, remedy))
-    return Path(path)
+    return stores.open_store(str(path), argument) if stores.is_url(path) else local_path(path, argument)
+
+
+def local_path(path: str | RunPath, argument: str) -> Path:
+    """Return a path of a local file system; ``file:///tmp/a`` is ``/tmp/a``.
+
+    Raises:
+        ValueError: it is the URL of a store, of which a local folder such as ``gs:`` would be made.
+    """
+    if stores.is_url(path):
+        got = stores.without_secrets(str(path))
+        raise ValueError(describe(argument, got, "a local folder", "write to one, and copy it to the store"))
+    return Path(re.sub("^(?:file|local):(?://)?(?=/)", "", str(path)))
 
 
 @contextlib.contextmanager
-def checkpoint_errors(path: Path, action: str) -> Iterator[None]:
+def checkpoint_errors(path: RunPath, action: str) -> Iterator[None]:
     """Turn an OSError into a CheckpointError that names the file and the remedy; ``action`` is "written" or "read"."""
     try:
         yield
@@ -67,7 +84,7 @@ def remedy_of(code: int | None) -> str:
 
 
 @contextlib.contextmanager
-def read_errors(path: Path) -> Iterator[None]:
+def read_errors(path: RunPath) -> Iterator[None]:
     """Turn an OSError while a checkpoint's file is read into a CorruptCheckpointError that names the file.
 
     A disk that reports an error has lost the file just like one that returns other bytes, so an older checkpoint can be
@@ -79,7 +96,8 @@ def read_errors(path: Path) -> Iterator[None]:
         if error.errno in _SHORTAGES:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror}); raise the limit (ulimit -a)") from error
         if error.errno == errno.ENOENT:
-            reason = "is a link to a file that does not exist" if path.is_symlink() else "missing"
+            is_link = isinstance(path, Path) and path.is_symlink()
+            reason = "is a link to a file that does not exist" if is_link else "missing"
         else:
             reason = f"cannot be read ({error.strerror or error})"
         raise CorruptCheckpointError(f"{path}: {reason}") from error
@@ -110,6 +128,25 @@ def _check_regular(path: Path, status: os.stat_result) -> None:
         raise CorruptCheckpointError(f"{path}: is {kind}, expected a regular file")
 
 
+def exists(path: RunPath) -> bool:
+    """Return True if something has this name, also a dangling link; in a store, an object or a folder with one."""
+    return os.path.lexists(path) if isinstance(path, Path) else stores.exists(path)
+
+
+def is_folder(path: RunPath) -> bool:
+    """Return True for a folder; in a store, for one with objects."""
+    return path.is_dir() if isinstance(path, Path) else bool(stores.sizes(path))
+
+
+def names_in(folder: RunPath) -> list[str]:
+    """Return the names in a folder; a missing folder of a store is empty.
+
+    Raises:
+        OSError: a local folder cannot be read.
+    """
+    return [path.name for path in folder.iterdir()] if isinstance(folder, Path) else list(stores.sizes(folder))
+
+
 def regular_size(path: Path) -> int:
     """Return the length of a regular file in bytes. Raises as :func:`open_regular` does."""
     with read_errors(path):
@@ -118,17 +155,72 @@ def regular_size(path: Path) -> int:
     return status.st_size
 
 
-def read_bounded(path: Path, most: int) -> bytes:
+def regular_sizes(folder: RunPath, names: Iterable[str]) -> Iterator[tuple[str, int | None]]:
+    """Yield the length of each file, in bytes, or None if it is missing. Raises as :func:`open_regular` does."""
+    if isinstance(folder, Path):
+        for name in names:
+            yield name, regular_size(folder / name) if os.path.lexists(folder / name) else None
+        return
+    found = stores.sizes(folder)
+    for name in names:
+        yield name, found.get(name)
+
+
+def read_bounded(path: RunPath, most: int) -> bytes:
     """Return the contents of a small regular file.
 
     Raises:
         CorruptCheckpointError: it has more than ``most`` bytes, or as :func:`open_regular`.
     """
+    if not isinstance(path, Path):
+        return stores.read_bounded(path, most)
     with os.fdopen(open_regular(path), "rb") as file, read_errors(path):
         size = os.fstat(file.fileno()).st_size
         if size > most:
             raise CorruptCheckpointError(f"{path}: has {size} bytes, expected at most {most}")
         return file.read(size)
+
+
+class ReadableFile(Protocol):
+    """A file that is read by ranges.
+
+    Attributes:
+        size: its length in bytes.
+    """
+
+    size: int
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Fill the start of ``view`` with bytes from ``offset`` on; return their number, 0 at the end."""
+
+    def close(self) -> None:
+        """Close the file."""
+
+
+class _RegularFile:
+    """A local regular file. Raises as :func:`open_regular` does."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._descriptor = open_regular(path)
+        self.size = os.fstat(self._descriptor).st_size
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        with read_errors(self._path):
+            return os.preadv(self._descriptor, [view], offset)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def open_readable(path: RunPath) -> ReadableFile:
+    """Open a file to read ranges of it.
+
+    Raises:
+        CorruptCheckpointError: it is missing or, locally, no regular file or cannot be read.
+        CheckpointError: a store does not answer.
+    """
+    return _RegularFile(path) if isinstance(path, Path) else stores.StoreFile(path)
 
 
 @contextlib.contextmanager
@@ -147,14 +239,36 @@ def atomic_file(path: Path, mode: str) -> Iterator[IO[Any]]:
         yield file
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: RunPath, text: str) -> None:
     """Write a small file atomically and durably. Raises CheckpointError if it cannot be written."""
+    if not isinstance(path, Path):
+        stores.write_bytes(path, text.encode())
+        return
     with atomic_file(path, "w") as file:
         file.write(text)
     with checkpoint_errors(path, "written"):
         sync(path.parent)
 
 
-def remove_folder(path: Path) -> None:
+def make_folder(path: RunPath) -> None:
+    """Create a local folder and its parents. A store has folders as soon as they have objects."""
+    if isinstance(path, Path):
+        with checkpoint_errors(path, "written"):
+            path.mkdir(parents=True, exist_ok=True)
+
+
+def remove_file(path: RunPath) -> None:
+    """Remove a file, if there is one. Raises OSError or CheckpointError if it cannot be removed."""
+    if isinstance(path, Path):
+        path.unlink(missing_ok=True)
+    else:
+        stores.remove([path])
+
+
+def remove_folder(path: RunPath) -> None:
     """Remove a folder and its contents; ignore files that are missing or cannot be removed."""
-    shutil.rmtree(path, ignore_errors=True)
+    if isinstance(path, Path):
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with contextlib.suppress(CheckpointError):
+        stores.remove_folder(path)

@@ -3,6 +3,8 @@
 Whatever is named like a step is a checkpoint. It is *good* if its manifest is intact, all its files have the recorded
 lengths, and damage has not been recorded for it. Reading all of its bytes may still reveal damage, which is then
 recorded in a file next to it. Anything else is damaged: it is never counted, removed or replaced.
+
+What is said here of local folders, ``store_folder`` does in object stores.
 """
 
 from __future__ import annotations
@@ -13,9 +15,22 @@ import os
 import re
 from pathlib import Path
 
+from hvdkit.checkpoint import store_folder, stores
 from hvdkit.checkpoint.bounds import NOTE_BYTES
-from hvdkit.checkpoint.files import checkpoint_errors, local_path, open_regular, read_errors, remove_folder, write_text
-from hvdkit.checkpoint.manifest import NAME, Manifest, step_of
+from hvdkit.checkpoint.files import (
+    RunPath,
+    checkpoint_errors,
+    exists,
+    is_folder,
+    names_in,
+    open_regular,
+    read_errors,
+    remove_file,
+    remove_folder,
+    run_path,
+    write_text,
+)
+from hvdkit.checkpoint.manifest import Manifest, is_checkpoint, step_of
 from hvdkit.errors import CheckpointError, describe, printable
 from hvdkit.machine.replacing import sync
 
@@ -42,7 +57,7 @@ def commit(source: Path, target: Path) -> None:
         sync(source)
         replaced = target.with_name(f"{_REPLACED}{target.name}")
         if not os.path.lexists(target):
-            _remove_note(target)  # the user may have removed the checkpoint
+            remove_note(target)  # the user may have removed the checkpoint
         elif is_good(target):
             remove_folder(replaced)
             target.rename(replaced)
@@ -53,44 +68,47 @@ def commit(source: Path, target: Path) -> None:
     remove_folder(replaced)
 
 
-def check_replaceable(target: Path) -> None:
+def check_replaceable(target: RunPath) -> None:
     """Check that a save may replace ``target``: nothing, an empty folder, or a checkpoint, intact or damaged.
 
     Raises:
         CheckpointError: it is something else, which would be renamed.
     """
     with checkpoint_errors(target, "read"):
-        is_checkpoint = step_of(target) is not None or os.path.lexists(target / NAME)
-        if os.path.lexists(target) and not is_checkpoint and not (target.is_dir() and not any(target.iterdir())):
+        may_replace = step_of(target) is not None or is_checkpoint(target)
+        if exists(target) and not may_replace and not (is_folder(target) and not names_in(target)):
             got = f"{target}, which exists and is not a checkpoint"
             remedy = "pass another path, such as step-000001200 in that folder"
             raise CheckpointError(describe("path", got, "a new folder, or a checkpoint to replace", remedy))
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
+def list_checkpoints(folder: RunPath) -> list[RunPath]:
     """Return what is named like a step in a folder, oldest first: checkpoints, intact or damaged.
+
+    In a store, only what has a manifest: the rest is a save that is in progress, or was killed.
 
     Raises:
         CheckpointError: ``folder`` exists, but is not a folder, or cannot be read.
     """
-    if not os.path.lexists(folder):
+    if isinstance(folder, Path) and not os.path.lexists(folder):
         return []
     with checkpoint_errors(folder, "read"):
-        checkpoints = [path for path in folder.iterdir() if step_of(path) is not None]
+        named = [path for path in (folder / name for name in names_in(folder)) if step_of(path) is not None]
+    checkpoints = [path for path in named if is_checkpoint(path)]
     return sorted(checkpoints, key=lambda path: (step_of(path) or 0, path.name))
 
 
-def is_good(path: Path) -> bool:
+def is_good(path: RunPath) -> bool:
     """Return True unless :func:`find_damage` finds damage; a checkpoint with a damage note is not read."""
     return read_damage(path) is None and _manifest_damage(path) is None
 
 
-def find_damage(path: Path) -> str | None:
+def find_damage(path: RunPath) -> str | None:
     """Return the damage of ``path`` that the manifest, the file lengths or a damage note show; None if it is good."""
     return _manifest_damage(path) or read_damage(path)
 
 
-def _manifest_damage(path: Path) -> str | None:
+def _manifest_damage(path: RunPath) -> str | None:
     try:
         Manifest.load(path)
     except CheckpointError as error:
@@ -98,17 +116,18 @@ def _manifest_damage(path: Path) -> str | None:
     return None
 
 
-def latest(folder: str | Path) -> Path | None:
+def latest(folder: str | RunPath) -> RunPath | None:
     """Return the newest good checkpoint of ``folder``, or None.
 
     Does not read tensors, so it does not detect a flipped byte. ``restore`` and ``verify`` detect and record it; from
     then on the checkpoint is not returned.
 
     Args:
-        folder: a folder of ``step-...`` folders, or a ``logdir`` whose ``checkpoints`` folder contains them.
+        folder: a folder of ``step-...`` folders, or a ``logdir`` whose ``checkpoints`` folder contains them; or the
+            URL of one in a store.
 
     Returns:
-        The path of the checkpoint with the highest step.
+        The path of the checkpoint with the highest step; of a store, as a ``upath.UPath``.
 
     Examples:
         >>> import tempfile
@@ -125,59 +144,66 @@ def latest(folder: str | Path) -> Path | None:
         >>> hk.checkpoint.latest("runs/no-such-run") is None
         True
     """
-    folder = local_path(folder, "folder")
+    folder = run_path(folder, "folder")
     inner = folder / "checkpoints"
-    candidates = list_checkpoints(inner if inner.is_dir() else folder)
+    candidates = list_checkpoints(inner if is_folder(inner) else folder)
     return next((path for path in reversed(candidates) if is_good(path)), None)
 
 
-def record_damage(path: Path, damage: str) -> None:
+def record_damage(path: RunPath, damage: str) -> None:
     """Record damage in a file next to a checkpoint: the checkpoint is kept, but neither used nor counted."""
     with contextlib.suppress(CheckpointError, OSError):  # a read-only disk must not stop a restore
-        if path.is_dir():
+        if is_folder(path):
             write_text(_note_path(path), printable(damage) + "\n")
 
 
-def clear_damage(path: Path) -> None:
+def clear_damage(path: RunPath) -> None:
     """Remove the damage note of a checkpoint whose bytes were all verified, e.g. after a repair."""
-    with contextlib.suppress(OSError):
-        _note_path(path).unlink(missing_ok=True)
+    with contextlib.suppress(CheckpointError, OSError):
+        remove_file(_note_path(path))
 
 
-def read_damage(path: Path) -> str | None:
+def read_damage(path: RunPath) -> str | None:
     """Return the damage that :func:`record_damage` recorded for ``path``, or None; for a terminal, in one line."""
     note = _note_path(path)
-    if not os.path.lexists(note) or not os.path.lexists(path):
+    if not exists(note) or not exists(path):
         return None
     try:
-        with os.fdopen(open_regular(note), "rb") as file, read_errors(note):
-            text = file.read(NOTE_BYTES).decode(errors="replace").strip()
+        text = _start_of(note).decode(errors="replace").strip()
     except CheckpointError as error:
         return printable(error)
     return printable(text) or f"{note} is empty"
 
 
-def _note_path(path: Path) -> Path:
+def _start_of(note: RunPath) -> bytes:
+    if not isinstance(note, Path):
+        return stores.read_bounded(note, NOTE_BYTES)
+    with os.fdopen(open_regular(note), "rb") as file, read_errors(note):
+        return file.read(NOTE_BYTES)
+
+
+def _note_path(path: RunPath) -> RunPath:
     return path.with_name(f"{_DAMAGED}{path.name}")
 
 
-def _remove_note(path: Path) -> None:
+def remove_note(path: RunPath) -> None:
+    """Remove the damage note of a checkpoint whose name another one gets."""
     note = _note_path(path)
     with contextlib.suppress(FileNotFoundError):
-        if note.is_dir() and not note.is_symlink():
+        if isinstance(note, Path) and note.is_dir() and not note.is_symlink():
             remove_folder(note)
         else:
-            note.unlink()
+            remove_file(note)
 
 
 def _set_aside(path: Path) -> None:
     """Rename a damaged checkpoint, so that its name can be used, and remove its note."""
     names = (path.with_name(f"{path.name}.damaged{number or ''}") for number in itertools.count())
     path.rename(next(name for name in names if not os.path.lexists(name)))
-    _remove_note(path)
+    remove_note(path)
 
 
-def prune(current: Path, max_to_keep: int | None, keep_every: int | None) -> None:
+def prune(current: RunPath, max_to_keep: int | None, keep_every: int | None) -> None:
     """Remove good checkpoints older than ``current`` until ``max_to_keep`` are left, including ``current``.
 
     Neither counted nor removed: damaged checkpoints, which are left for the user to inspect; checkpoints older than
@@ -190,17 +216,27 @@ def prune(current: Path, max_to_keep: int | None, keep_every: int | None) -> Non
     older = [path for path in list_checkpoints(current.parent) if (step_of(path) or 0) < step and is_good(path)]
     for path in older[: max(0, len(older) - (max_to_keep - 1))]:
         if keep_every is None or (step_of(path) or 0) % keep_every:
-            # Rename first: a partially removed folder must not look like a checkpoint.
-            removed = path.with_name(f"{_WRITING}{path.name}-old")
-            path.rename(removed)
-            remove_folder(removed)
+            _remove(path)
 
 
-def tidy(folder: Path, only: str | None = None) -> None:
+def _remove(path: RunPath) -> None:
+    if not isinstance(path, Path):
+        store_folder.remove(path)
+        return
+    # Rename first: a partially removed folder must not look like a checkpoint.
+    removed = path.with_name(f"{_WRITING}{path.name}-old")
+    path.rename(removed)
+    remove_folder(removed)
+
+
+def tidy(folder: RunPath, only: str | None = None) -> None:
     """Remove temporary folders left by a killed run, and rename a checkpoint back that was being replaced.
 
     The caller ensures that another run is not writing to the folder, or to the checkpoint with the name ``only``.
     """
+    if not isinstance(folder, Path):
+        store_folder.tidy(folder, only)
+        return
     if not os.path.lexists(folder):
         return
     name = "[^/]+" if only is None else re.escape(only)

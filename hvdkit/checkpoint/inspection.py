@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from hvdkit.checkpoint.files import local_path
+from hvdkit.checkpoint.files import RunPath, exists, is_folder, run_path
 from hvdkit.checkpoint.folder import find_damage, latest, list_checkpoints
-from hvdkit.checkpoint.manifest import NAME, Manifest, TensorEntry, step_of
+from hvdkit.checkpoint.manifest import NAME, Manifest, TensorEntry, is_checkpoint
 from hvdkit.checkpoint.reading import Reader
 from hvdkit.errors import CheckpointError, counted, describe, printable
 from hvdkit.machine.terminal import aligned
@@ -65,7 +63,7 @@ class Inspection:
         rank_values: plain values of each rank, ``{name: [rank 0's, rank 1's, ...]}``.
     """
 
-    path: Path
+    path: RunPath
     step: int
     ranks: int
     created: str
@@ -102,7 +100,7 @@ class Inspection:
 class Overview:
     """A summary of one checkpoint in a folder; attributes as in :class:`Inspection`, None if unknown."""
 
-    path: Path
+    path: RunPath
     step: int | None
     ranks: int | None
     created: str | None
@@ -119,7 +117,7 @@ class Listing:
         checkpoints: its checkpoints.
     """
 
-    path: Path
+    path: RunPath
     checkpoints: tuple[Overview, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -142,7 +140,7 @@ class Listing:
         return "\n".join([printable(self.path), "", *aligned([header, *rows], right=(1, 2, 3))])
 
 
-def inspect(path: str | Path) -> Inspection | Listing:
+def inspect(path: str | RunPath) -> Inspection | Listing:
     """Return the contents of a checkpoint, or a listing of the checkpoints in a folder.
 
     Reads manifests, file lengths and, for a single checkpoint, file headers, but not tensors. Runs in one process
@@ -178,14 +176,14 @@ def inspect(path: str | Path) -> Inspection | Listing:
         checkpoint      step  ranks  bytes  created                    state
         step-000000100   100      ...  176 B  ...  whole
     """
-    path = local_path(path, "path")
+    path = run_path(path, "path")
     checkpoints = checkpoints_at(path)
     if checkpoints == [path]:
         return _inspect_one(path)
     return Listing(checkpoints[0].parent, tuple(map(_summarize, checkpoints)))
 
 
-def checkpoints_at(path: Path) -> list[Path]:
+def checkpoints_at(path: RunPath) -> list[RunPath]:
     """Return ``[path]`` if it is a checkpoint, else the checkpoints of the folder or ``logdir``, oldest first.
 
     Raises:
@@ -194,18 +192,13 @@ def checkpoints_at(path: Path) -> list[Path]:
     if is_checkpoint(path):
         return [path]
     inner = path / "checkpoints"
-    checkpoints = list_checkpoints(inner if inner.is_dir() else path)
+    checkpoints = list_checkpoints(inner if is_folder(inner) else path)
     if not checkpoints:
         raise _not_found(path)
     return checkpoints
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Return True if ``path`` has a manifest, or is named like a step: then it is one, but may be damaged."""
-    return os.path.lexists(path / NAME) or (step_of(path) is not None and os.path.lexists(path))
-
-
-def newest_at(path: Path) -> Path:
+def newest_at(path: RunPath) -> RunPath:
     """Return ``path`` if it is a checkpoint, else the newest intact one of the folder or ``logdir``.
 
     Raises:
@@ -219,15 +212,15 @@ def newest_at(path: Path) -> Path:
     return newest
 
 
-def _not_found(path: Path) -> CheckpointError:
+def _not_found(path: RunPath) -> CheckpointError:
     expected = f"a checkpoint's folder, which has a {NAME}, or the logdir of a run that has saved"
-    if path.exists():
+    if exists(path):
         remedy = "correct the path, or, if the run has just begun, wait for its first save"
         return CheckpointError(describe("path", f"{path}, which contains no intact checkpoint", expected, remedy))
     return CheckpointError(describe("path", f"{path}, which does not exist", expected, "correct the path"))
 
 
-def _inspect_one(path: Path) -> Inspection:
+def _inspect_one(path: RunPath) -> Inspection:
     manifest = Manifest.parse(path)
     damage = find_damage(path)
     rank_values: dict[str, list[Any]] = {}
@@ -250,7 +243,7 @@ def _inspect_one(path: Path) -> Inspection:
     )
 
 
-def _summarize(path: Path) -> Overview:
+def _summarize(path: RunPath) -> Overview:
     try:
         manifest = Manifest.parse(path)
     except CheckpointError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import math
-import os
 import platform
 import re
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,7 @@ import xxhash
 from hvdkit._version import __version__
 from hvdkit.checkpoint.bounds import DIMENSIONS, RANKS, STEPS, TOTAL_BYTES, manifest_bytes, most_files
 from hvdkit.checkpoint.coverage import coverage_problem
-from hvdkit.checkpoint.files import read_bounded, read_errors, regular_size, write_text
+from hvdkit.checkpoint.files import RunPath, exists, names_in, read_bounded, read_errors, regular_sizes, write_text
 from hvdkit.checkpoint.schema import (
     FieldError,
     array,
@@ -41,7 +40,6 @@ from hvdkit.errors import CheckpointError, CorruptCheckpointError, printable
 from hvdkit.sharding.partition import FLAT
 
 NAME = "manifest.json"
-REPLICATED = "replicated.safetensors"
 FORMAT = "hvdkit checkpoint"
 VERSION = 2
 RANK_VALUES = "rank_values"
@@ -53,16 +51,22 @@ rank.
 
 
 _STEP = re.compile(r"step-([0-9]{9,18})")
+_SHARD = re.compile(r"shard-([0-9]{5,7})-of-([0-9]{5,7})(?:-[0-9a-f]+)?\.safetensors")
 
 
-def shard_name(rank: int, size: int) -> str:
-    """Return the name of a rank's file.
+def shard_name(rank: int, size: int, suffix: str = "") -> str:
+    """Return the name of a rank's file; ``suffix`` tells the files of a save from those that it replaces in a store.
 
     Example:
-        >>> shard_name(0, 4)
-        'shard-00000-of-00004.safetensors'
+        >>> shard_name(0, 4), shard_name(0, 4, "-1f3c")
+        ('shard-00000-of-00004.safetensors', 'shard-00000-of-00004-1f3c.safetensors')
     """
-    return f"shard-{rank:05d}-of-{size:05d}.safetensors"
+    return f"shard-{rank:05d}-of-{size:05d}{suffix}.safetensors"
+
+
+def replicated_name(suffix: str = "") -> str:
+    """Return the name of the file of replicated tensors; ``suffix`` as for :func:`shard_name`."""
+    return f"replicated{suffix}.safetensors"
 
 
 def step_name(step: int) -> str:
@@ -75,7 +79,7 @@ def step_name(step: int) -> str:
     return f"step-{step:09d}"
 
 
-def step_of(path: Path) -> int | None:
+def step_of(path: RunPath) -> int | None:
     """Return the step in a checkpoint's name, or None for another name."""
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match else None
@@ -171,8 +175,8 @@ class Manifest:
     checksum: str = ""
     _version_1_values: dict[str, list[Any]] = field(default_factory=dict)
 
-    def write(self, folder: Path) -> None:
-        """Write ``folder/manifest.json`` and sync it to disk.
+    def write(self, folder: RunPath) -> None:
+        """Write ``folder/manifest.json`` durably.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -190,7 +194,7 @@ class Manifest:
         self._check_readable(folder, content, written)
         write_text(folder / NAME, written)
 
-    def _check_readable(self, folder: Path, content: dict[str, Any], written: str) -> None:
+    def _check_readable(self, folder: RunPath, content: dict[str, Any], written: str) -> None:
         """Raise CheckpointError if :meth:`load` would refuse this manifest: then the state must not be saved so."""
         most = manifest_bytes(len(self.files))
         if len(written) > most:
@@ -207,7 +211,7 @@ class Manifest:
             raise CheckpointError(f"{folder / NAME}: cannot be saved: {problem}; correct its local_index")
 
     @classmethod
-    def load(cls, folder: Path) -> Manifest:
+    def load(cls, folder: RunPath) -> Manifest:
         """Read ``folder/manifest.json`` and check that its files exist and have the recorded lengths.
 
         Raises:
@@ -216,19 +220,17 @@ class Manifest:
                 was modified, or has wrong contents; or a file is missing or truncated.
         """
         manifest = cls.parse(folder)
-        for name, file_record in manifest.files.items():
-            file = folder / name
-            if not os.path.lexists(file):
-                raise CorruptCheckpointError(f"{file}: missing, though {NAME} names it")
-            size = regular_size(file)
-            if size != file_record.bytes:
+        for name, size in regular_sizes(folder, manifest.files):
+            if size is None:
+                raise CorruptCheckpointError(f"{folder / name}: missing, though {NAME} names it")
+            if size != (expected := manifest.files[name].bytes):
                 raise CorruptCheckpointError(
-                    f"{file}: has {size} bytes, but {file_record.bytes} were written (truncated?)"
+                    f"{folder / name}: has {size} bytes, but {expected} were written (truncated?)"
                 )
         return manifest
 
     @classmethod
-    def parse(cls, folder: Path, *, check_parts: bool = True) -> Manifest:
+    def parse(cls, folder: RunPath, *, check_parts: bool = True) -> Manifest:
         """Read only ``folder/manifest.json``. Raises as :meth:`load` does.
 
         Args:
@@ -236,7 +238,7 @@ class Manifest:
             check_parts: raise if the parts of a tensor are wrong; otherwise the caller reports :meth:`part_problems`.
         """
         file = folder / NAME
-        if not os.path.lexists(file) and (step_of(folder) is None or not os.path.lexists(folder)):
+        if not is_checkpoint(folder):
             raise CheckpointError(
                 f"{folder}: is not a checkpoint: it has no {NAME}; pass a folder such as step-000001200"
             )
@@ -283,7 +285,8 @@ class Manifest:
         manifest = cls(**fields)
         manifest.rank_values = list(manifest.rank_values)
         for rank in range(manifest.size if manifest.rank_values else 0):  # ends at the first that is missing
-            if (name := shard_name(rank, manifest.size)) not in manifest.files:
+            if rank not in manifest.shards:
+                name = shard_name(rank, manifest.size)
                 expected = f"the number of ranks that wrote a file: {name} is not among its files"
                 raise FieldError(manifest.size, expected, "size")
         manifest._check_sizes()
@@ -319,8 +322,15 @@ class Manifest:
             for rank, part in enumerate(tensor.parts):
                 if part.file not in self.files:
                     yield f"{name!r} is in {part.file}, which is not among the files"
-                elif tensor.kind == "per_rank" and rank < self.size and part.file != shard_name(rank, self.size):
-                    yield f"{name!r} of rank {rank} is in {part.file}, expected {shard_name(rank, self.size)}"
+                elif tensor.kind == "per_rank" and rank < self.size and part.file != self.shards.get(rank):
+                    expected_file = self.shards.get(rank, shard_name(rank, self.size))
+                    yield f"{name!r} of rank {rank} is in {part.file}, expected {expected_file}"
+
+    @cached_property
+    def shards(self) -> dict[int, str]:
+        """The names of the ranks' own files."""
+        matches = (_SHARD.fullmatch(name) for name in self.files)
+        return {int(match[1]): match[0] for match in matches if match and int(match[2]) == self.size}
 
     def rank_values_in(self, rank: int, file: TensorFile | None) -> Mapping[str, Any]:
         """Return the values specific to ``rank``, by name, from its open ``file`` (None if it did not write one).
@@ -341,8 +351,8 @@ class Manifest:
 
     def files_with_rank_values(self) -> dict[str, int]:
         """Return the files that hold rank-specific values, mapped to the rank; empty in version 1."""
-        ranks = range(self.size if self.rank_values and not self._version_1_values else 0)
-        return {shard_name(rank, self.size): rank for rank in ranks}
+        has_values = self.rank_values and not self._version_1_values
+        return {name: rank for rank, name in self.shards.items()} if has_values else {}
 
     @cached_property
     def parts_by_file(self) -> dict[str, list[tuple[str, Part]]]:
@@ -353,7 +363,7 @@ class Manifest:
                 parts.setdefault(part.file, []).append((name, part))
         return parts
 
-    def open(self, folder: Path, file: str) -> TensorFile:
+    def open(self, folder: RunPath, file: str) -> TensorFile:
         """Open one of the checkpoint's files and verify its header.
 
         Raises:
@@ -386,9 +396,17 @@ class Manifest:
         return None
 
 
-def _entries(folder: Path) -> int:
+def is_checkpoint(path: RunPath) -> bool:
+    """Return True if ``path`` has a manifest, or is a local folder named like a step, which may be damaged.
+
+    In a store, a checkpoint exists when its manifest does.
+    """
+    return exists(path / NAME) or (isinstance(path, Path) and step_of(path) is not None and exists(path))
+
+
+def _entries(folder: RunPath) -> int:
     with read_errors(folder):
-        return sum(1 for _ in folder.iterdir())
+        return len(names_in(folder))
 
 
 _UNCHANGED = ("step", "size", "values", "rank_values", "created", "versions")

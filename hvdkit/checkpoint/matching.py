@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
 from hvdkit.checkpoint.entries import State, StateTensor, key_of
+from hvdkit.checkpoint.files import RunPath
 from hvdkit.checkpoint.manifest import Manifest, TensorEntry
 from hvdkit.errors import CheckpointError
 
@@ -26,7 +26,7 @@ def without_numbers(name: str) -> str:
     return _NUMBER.sub("", name)
 
 
-def match(manifest: Manifest, state: State, path: Path) -> dict[str, str]:
+def match(manifest: Manifest, state: State, path: RunPath) -> dict[str, str]:
     """Return the saved name of every tensor in ``state``.
 
     Each key of the state must match completely; saved keys that the state does not have are ignored. Equal names
@@ -68,7 +68,7 @@ def _match_by_name(current: Mapping[str, StateTensor], saved: Mapping[str, Tenso
 
 
 def _match_by_position(
-    current: Mapping[str, StateTensor], saved: Mapping[str, TensorEntry], path: Path
+    current: Mapping[str, StateTensor], saved: Mapping[str, TensorEntry], path: RunPath
 ) -> dict[str, str]:
     for name, saved_name in zip(current, saved, strict=False):
         if without_numbers(name) != without_numbers(saved_name):
@@ -87,7 +87,7 @@ def _match_by_position(
     return dict(zip(current, saved, strict=True))
 
 
-def _check_match(tensor: StateTensor, saved: TensorEntry, name: str, path: Path) -> None:
+def _check_match(tensor: StateTensor, saved: TensorEntry, name: str, path: RunPath) -> None:
     is_same_array = tensor.shape == saved.shape and tensor.dtype == np.dtype(saved.dtype)
     # A table may be sharded at one number of ranks and replicated at another; both are one array.
     if not is_same_array or (tensor.kind != saved.kind and "per_rank" in (tensor.kind, saved.kind)):

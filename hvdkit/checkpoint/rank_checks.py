@@ -7,12 +7,11 @@ import hashlib
 import itertools
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 from hvdkit import cluster
 from hvdkit.checkpoint.entries import State, is_optional, key_of
-from hvdkit.checkpoint.files import checkpoint_errors
+from hvdkit.checkpoint.files import RunPath, exists, make_folder, names_in, remove_file, write_text
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.matching import without_numbers
 from hvdkit.checkpoint.reading import Reader
@@ -126,7 +125,7 @@ class _Opening(NamedTuple):
     rank_values: dict[int, Mapping[str, Any]]
 
 
-def open_checkpoint(path: Path, into: Mapping[str, Any], *, gather: bool = False) -> Opened:
+def open_checkpoint(path: RunPath, into: Mapping[str, Any], *, gather: bool = False) -> Opened:
     """Flatten ``into``, read the manifest of ``path``, and compare both across ranks, in one exchange.
 
     Every rank reads the manifest and sends its checksum, because a manifest has an entry for each rank and tensor and
@@ -180,12 +179,12 @@ def open_checkpoint(path: Path, into: Mapping[str, Any], *, gather: bool = False
     return Opened(state, manifest, indices, chief.rank_values)
 
 
-def _parse(path: Path) -> Manifest:
+def _parse(path: RunPath) -> Manifest:
     _refresh(path.parent)
     return Manifest.parse(path)
 
 
-def _read_again(path: Path, checksum: str) -> Manifest:
+def _read_again(path: RunPath, checksum: str) -> Manifest:
     """Return the manifest, which some rank did not find, or found another one before the chief had finished."""
 
     def read() -> Manifest:
@@ -201,7 +200,7 @@ def _read_again(path: Path, checksum: str) -> Manifest:
 
 
 def read_rank_values(
-    path: Path, manifest: Manifest, state: State, ranks: Iterable[int]
+    path: RunPath, manifest: Manifest, state: State, ranks: Iterable[int]
 ) -> dict[int, Mapping[str, Any]]:
     """Return the plain values of those of ``ranks`` that saved; of no rank if ``state`` has no such values.
 
@@ -214,7 +213,7 @@ def read_rank_values(
         return {rank: reader.rank_values(rank) for rank in ranks if rank < manifest.size}
 
 
-def check_shared(folder: Path) -> None:
+def check_shared(folder: RunPath) -> None:
     """Create ``folder`` and check that every rank sees a file that the chief writes there.
 
     Raises:
@@ -223,14 +222,13 @@ def check_shared(folder: Path) -> None:
 
     def create_probe() -> str:
         name = f".shared-{secrets.token_hex(4)}"
-        with checkpoint_errors(folder, "written"):
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / name).touch()
+        make_folder(folder)
+        write_text(folder / name, "")
         return name
 
     def check_probe() -> None:
         _refresh(folder)
-        if not probe.exists():
+        if not exists(probe):
             here = cluster.cluster()
             host = here.hosts[here.rank]
             chief = here.hosts[0]
@@ -243,10 +241,10 @@ def check_shared(folder: Path) -> None:
         run_on_all_ranks(cluster.exchange(), "a look into the folder", check_probe, error=CheckpointError)
     finally:
         if cluster.is_chief():
-            probe.unlink(missing_ok=True)
+            remove_file(probe)
 
 
-def _refresh(folder: Path) -> None:
+def _refresh(folder: RunPath) -> None:
     """List a folder, which makes a network file system refresh its cache."""
     with contextlib.suppress(OSError):
-        list(folder.iterdir())
+        names_in(folder)

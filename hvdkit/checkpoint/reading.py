@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hvdkit.checkpoint.entries import Resize, StateTensor
-from hvdkit.checkpoint.manifest import Manifest, Part, TensorEntry, shard_name
+from hvdkit.checkpoint.files import RunPath
+from hvdkit.checkpoint.manifest import Manifest, Part, TensorEntry
 from hvdkit.checkpoint.tensorfile import BLOCK_BYTES, TensorFile
 from hvdkit.data.aligned import aligned_empty
 from hvdkit.errors import CorruptCheckpointError
@@ -30,7 +30,7 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         bytes_read: bytes read from all files so far, including headers.
     """
 
-    def __init__(self, path: Path, manifest: Manifest):
+    def __init__(self, path: RunPath, manifest: Manifest):
         self._path = path
         self._manifest = manifest
         self._files: dict[str, TensorFile] = {}
@@ -185,8 +185,8 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         Raises:
             CorruptCheckpointError: they differ from those written.
         """
-        name = shard_name(rank, self._manifest.size)
-        return self._manifest.rank_values_in(rank, self.open(name) if name in self._manifest.files else None)
+        name = self._manifest.shards.get(rank)
+        return self._manifest.rank_values_in(rank, None if name is None else self.open(name))
 
     def all_rank_values(self) -> dict[str, list[Any]]:
         """Return the plain values of every rank that saved, ``{name: [rank 0's, rank 1's, ...]}``. Raises as above."""

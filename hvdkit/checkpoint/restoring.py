@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,9 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.checkpoint.chief_io import receive_parts, send_parts
 from hvdkit.checkpoint.entries import State, StateTensor
-from hvdkit.checkpoint.files import local_path
+from hvdkit.checkpoint.files import RunPath, run_path
 from hvdkit.checkpoint.folder import clear_damage, record_damage
-from hvdkit.checkpoint.manifest import NAME, Manifest, shard_name
+from hvdkit.checkpoint.manifest import NAME, Manifest
 from hvdkit.checkpoint.matching import match
 from hvdkit.checkpoint.rank_checks import Opened, open_checkpoint, read_rank_values
 from hvdkit.checkpoint.reading import Reader
@@ -26,11 +25,11 @@ from hvdkit.errors import CheckpointError, CorruptCheckpointError
 from hvdkit.sharding.variables import broadcast_compared
 
 
-def restore(path: str | Path, into: Mapping[str, Any], *, gather: bool = False) -> dict[str, Any]:
+def restore(path: str | RunPath, into: Mapping[str, Any], *, gather: bool = False) -> dict[str, Any]:
     """Restore the checkpoint ``path`` at any number of ranks, verifying every byte read.
 
     Args:
-        path: the checkpoint's folder.
+        path: the checkpoint's folder, or its URL in a store.
         into: the state to restore: the one that was saved, or some of its keys. Variables, models, optimizers and
             generators are set in place.
         gather: as for ``hk.checkpoint.save``; the chief reads everything.
@@ -56,7 +55,7 @@ def restore(path: str | Path, into: Mapping[str, Any], *, gather: bool = False) 
         >>> restored["step"], model.layers[0].kernel.numpy().sum().item()
         (100, 8.0)
     """
-    path = local_path(path, "path")
+    path = run_path(path, "path")
     try:
         opened = open_checkpoint(path, into, gather=gather)
         names = match(opened.manifest, opened.state, path)  # equal on all ranks, like the error
@@ -76,7 +75,7 @@ def restore(path: str | Path, into: Mapping[str, Any], *, gather: bool = False) 
     return {key: _replace(key, item, opened.state.restored) for key, item in into.items()}
 
 
-def restore_values(path: Path, manifest: Manifest, state: State, rank_values: Mapping[str, Any], rank: int) -> None:
+def restore_values(path: RunPath, manifest: Manifest, state: State, rank_values: Mapping[str, Any], rank: int) -> None:
     """Set the plain values of a state, and those of ``rank`` from ``rank_values`` if it saved some.
 
     Raises:
@@ -90,7 +89,7 @@ def restore_values(path: Path, manifest: Manifest, state: State, rank_values: Ma
         try:
             value.assign(saved)
         except CorruptCheckpointError as error:
-            file = shard_name(rank, manifest.size) if value.per_rank else NAME
+            file = manifest.shards[rank] if value.per_rank else NAME
             raise CorruptCheckpointError(f"{path / file}: value {name!r}: {error}") from None
         except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
             raise CheckpointError(f"{path}: {name!r} does not fit this run: {error}") from error
@@ -100,7 +99,7 @@ def _on_all_ranks(kind: str, action: Callable[[], None]) -> None:
     run_on_all_ranks(cluster.exchange(), kind, action, error=CheckpointError)
 
 
-def _set_values(path: Path, opened: Opened, gather: bool) -> None:
+def _set_values(path: RunPath, opened: Opened, gather: bool) -> None:
     """Set the plain values of this rank; with ``gather`` the chief has sent them."""
     rank = cluster.rank()
     manifest = opened.manifest
@@ -108,7 +107,7 @@ def _set_values(path: Path, opened: Opened, gather: bool) -> None:
     restore_values(path, manifest, opened.state, values.get(rank, {}), rank)
 
 
-def _restore_own(path: Path, opened: Opened, names: Mapping[str, str]) -> None:
+def _restore_own(path: RunPath, opened: Opened, names: Mapping[str, str]) -> None:
     """Read and set this rank's part of each tensor. The chief alone reads those that are equal on all ranks."""
     rank = cluster.rank()
     with Reader(path, opened.manifest) as reader:
@@ -117,7 +116,7 @@ def _restore_own(path: Path, opened: Opened, names: Mapping[str, str]) -> None:
                 _assign(tensor, reader.part(tensor, names[tensor.name], rank, cluster.size()))
 
 
-def _restore_from_chief(path: Path, opened: Opened, names: Mapping[str, str]) -> None:
+def _restore_from_chief(path: RunPath, opened: Opened, names: Mapping[str, str]) -> None:
     """Read all ranks' parts on the chief, and send them. Every rank calls it."""
     if not cluster.is_chief():
         receive_parts(list(opened.state.tensors.values()), _assign)

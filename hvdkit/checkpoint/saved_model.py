@@ -13,7 +13,7 @@ import keras
 
 from hvdkit import cluster
 from hvdkit.checkpoint.export import check_target
-from hvdkit.checkpoint.files import checkpoint_errors, local_path, remove_folder
+from hvdkit.checkpoint.files import RunPath, checkpoint_errors, local_path, remove_folder, run_path
 from hvdkit.checkpoint.inspection import newest_at
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.matching import match
@@ -26,7 +26,7 @@ from hvdkit.sharding.shards import shard_of
 
 
 def export_saved_model(
-    path: str | Path,
+    path: str | RunPath,
     model: keras.Model | Callable[[], keras.Model],
     directory: str | Path,
     *,
@@ -68,7 +68,7 @@ def export_saved_model(
         >>> served.serve(tf.ones([3, 4])).shape
         TensorShape([3, 2])
     """
-    path = newest_at(local_path(path, "path"))
+    path = newest_at(run_path(path, "path"))
     directory = local_path(directory, "directory")
     check_target(directory, overwrite)
     with cluster.alone():
@@ -101,7 +101,7 @@ def _export(model: Any, directory: Path, overwrite: bool) -> None:
             remove_folder(directory)
 
 
-def _restore(path: Path, into: dict[str, Any]) -> None:
+def _restore(path: RunPath, into: dict[str, Any]) -> None:
     """Restore a state in this process only, as with a world size of 1."""
     manifest = Manifest.load(path)
     state = flatten(into)

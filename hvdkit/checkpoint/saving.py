@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdkit import cluster
 from hvdkit.checkpoint.chief_io import ThroughChief
 from hvdkit.checkpoint.entries import State
-from hvdkit.checkpoint.files import local_path
+from hvdkit.checkpoint.files import RunPath, run_path
 from hvdkit.checkpoint.folder import check_replaceable, tidy
 from hvdkit.checkpoint.manifest import step_of
 from hvdkit.checkpoint.rank_checks import agreed_state, check_shared
@@ -22,7 +21,7 @@ from hvdkit.errors import CheckpointError, HvdkitError, NonFiniteError, describe
 _POLL_SECONDS = 0.02
 
 
-def save(path: str | Path, state: Mapping[str, Any], *, step: int | None = None, gather: bool = False) -> Path:
+def save(path: str | RunPath, state: Mapping[str, Any], *, step: int | None = None, gather: bool = False) -> RunPath:
     """Save ``state`` as the checkpoint ``path``; return when it is complete and on disk.
 
     The checkpoint is written under a temporary name and renamed at the end, so ``path`` is never incomplete. The chief
@@ -30,7 +29,8 @@ def save(path: str | Path, state: Mapping[str, Any], *, step: int | None = None,
 
     Args:
         path: the checkpoint's folder, e.g. ``runs/mnist/checkpoints/step-000001200``. A checkpoint there is replaced;
-            a damaged one is renamed to ``step-....damaged``.
+            a damaged one is renamed to ``step-....damaged``. Or its URL in a store, e.g.
+            ``s3://bucket/mnist/step-000001200``, where it exists as soon as its manifest does.
         state: what to save, by name: Keras models, layers and optimizers; TensorFlow and Keras variables; arrays;
             random generators; plain JSON values; objects with ``state`` and ``restore``, or that satisfy
             ``hk.checkpoint.ShardedState``; mappings and sequences of all of these.
@@ -39,7 +39,7 @@ def save(path: str | Path, state: Mapping[str, Any], *, step: int | None = None,
             ranks' parts over the network in pieces of about 1 MiB.
 
     Returns:
-        ``path``.
+        ``path``; a URL as a ``upath.UPath``.
 
     Raises:
         CheckpointError: a rank cannot write its part (the message names it), ranks do not share a file system, or
@@ -66,7 +66,7 @@ def save(path: str | Path, state: Mapping[str, Any], *, step: int | None = None,
         >>> len(hk.checkpoint.inspect(path).variables)  # 2 of the model; 2 per variable and 2 of Adam
         8
     """
-    path = local_path(path, "path")
+    path = run_path(path, "path")
     flattened = agreed_state(state)
     if step is None:
         number = re.search(r"([0-9]{1,18})$", path.name)
@@ -113,7 +113,7 @@ def take_snapshot(
 
 
 def start_save(
-    target: Path,
+    target: RunPath,
     snapshot: Snapshot,
     *,
     step: int,

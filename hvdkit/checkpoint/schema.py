@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from hvdkit.checkpoint.bounds import (
@@ -65,7 +64,7 @@ def _place(fields: list[str | int]) -> str:
     return f"{text}: " if text else ""
 
 
-def checked(value: Any, schema: Schema[T], file: str | Path) -> T:
+def checked(value: Any, schema: Schema[T], file: object) -> T:
     """Return ``value`` as ``schema`` returns it.
 
     Raises:
@@ -77,7 +76,7 @@ def checked(value: Any, schema: Schema[T], file: str | Path) -> T:
         raise CorruptCheckpointError(f"{file}: {error}") from None
 
 
-def json_of(text: bytes | bytearray | str, file: str | Path) -> Any:
+def json_of(text: bytes | bytearray | str, file: object) -> Any:
     """Return parsed JSON.
 
     Raises:

@@ -26,7 +26,7 @@ import xxhash
 
 from hvdkit.checkpoint.bounds import DIMENSIONS, HEADER_BYTES, TOTAL_BYTES
 from hvdkit.checkpoint.entries import Allowed, StateTensor
-from hvdkit.checkpoint.files import checkpoint_errors, open_regular, read_errors
+from hvdkit.checkpoint.files import ReadableFile, RunPath, checkpoint_errors, open_readable
 from hvdkit.checkpoint.schema import FieldError, array, checked, choice, integer, json_of, mapping, text, typed
 from hvdkit.errors import CheckpointError, CorruptCheckpointError, NonFiniteError, describe
 
@@ -253,12 +253,12 @@ class TensorFile(contextlib.AbstractContextManager["TensorFile"]):
             from the record; or its header describes other bytes than those of the file.
     """
 
-    def __init__(self, path: Path, record: FileRecord | None = None, *, truncated: bool = False):
+    def __init__(self, path: RunPath, record: FileRecord | None = None, *, truncated: bool = False):
         self.path = path
         self.size = 0
         self.bytes_read = 0
         self.metadata: dict[str, str] = {}
-        self._descriptor: int | None = None
+        self._file: ReadableFile | None = None
         try:
             self.locations = self._read_header(record, truncated)
         except BaseException:
@@ -269,10 +269,10 @@ class TensorFile(contextlib.AbstractContextManager["TensorFile"]):
         self.close()
 
     def close(self) -> None:
-        """Close the file descriptor; the next read reopens the file and still verifies what it reads."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        """Close the file; the next read reopens it and still verifies what it reads."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def read(self, name: str, rows: range | None = None, out: np.ndarray | None = None) -> np.ndarray:
         """Return verified rows of a tensor.
@@ -340,20 +340,19 @@ class TensorFile(contextlib.AbstractContextManager["TensorFile"]):
             )
 
     def _read_into(self, view: memoryview, offset: int) -> None:
-        with read_errors(self.path):
-            if self._descriptor is None:
-                self._descriptor = open_regular(self.path)
-            while view:
-                got = os.preadv(self._descriptor, [view], offset)
-                if got == 0:
-                    raise CorruptCheckpointError(f"{self.path}: truncated at byte {offset}")
-                self.bytes_read += got
-                view = view[got:]
-                offset = offset + got
+        if self._file is None:
+            self._file = open_readable(self.path)
+        while view:
+            got = self._file.read_into(view, offset)
+            if got == 0:
+                raise CorruptCheckpointError(f"{self.path}: truncated at byte {offset}")
+            self.bytes_read += got
+            view = view[got:]
+            offset = offset + got
 
     def _read_header(self, record: FileRecord | None, truncated: bool) -> dict[str, TensorLocation]:
-        self._descriptor = open_regular(self.path)
-        self.size = os.fstat(self._descriptor).st_size
+        self._file = open_readable(self.path)
+        self.size = self._file.size
         if record is not None and self.size != record.bytes and not truncated:
             raise CorruptCheckpointError(f"{self.path}: has {self.size} bytes, but {record.bytes} were written")
         length = bytearray(8)

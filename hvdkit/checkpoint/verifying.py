@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
-from pathlib import Path
 
 import numpy as np
 
-from hvdkit.checkpoint.files import local_path
+from hvdkit.checkpoint.files import RunPath, exists, run_path
 from hvdkit.checkpoint.folder import clear_damage, record_damage
 from hvdkit.checkpoint.inspection import checkpoints_at, format_bytes
 from hvdkit.checkpoint.manifest import NAME, Manifest, Part
@@ -45,7 +43,7 @@ class VerifiedCounts:
         )
 
 
-def verify(path: str | Path, *, progress: Progress = lambda _: None) -> VerifiedCounts:
+def verify(path: str | RunPath, *, progress: Progress = lambda _: None) -> VerifiedCounts:
     """Read every byte of a checkpoint, or of all checkpoints in a folder, and compare it with the checksums.
 
     Also checks that the manifest is intact, that each tensor has the recorded dtype and shape, and that the parts of a
@@ -75,7 +73,7 @@ def verify(path: str | Path, *, progress: Progress = lambda _: None) -> Verified
     """
     all_problems: list[CheckpointError] = []
     total = VerifiedCounts()
-    for checkpoint in checkpoints_at(local_path(path, "path")):
+    for checkpoint in checkpoints_at(run_path(path, "path")):
         try:
             verifier = _Verifier(checkpoint, Manifest.parse(checkpoint, check_parts=False), progress)
         except CheckpointError as error:
@@ -94,10 +92,10 @@ def verify(path: str | Path, *, progress: Progress = lambda _: None) -> Verified
     raise (CorruptCheckpointError if is_corrupt else CheckpointError)(*map(str, all_problems))
 
 
-def bytes_to_verify(path: str | Path) -> int:
+def bytes_to_verify(path: str | RunPath) -> int:
     """Return the number of bytes that :func:`verify` will report to ``progress`` if nothing is damaged."""
     total = 0
-    for checkpoint in checkpoints_at(local_path(path, "path")):
+    for checkpoint in checkpoints_at(run_path(path, "path")):
         with contextlib.suppress(CheckpointError):  # verify reports it
             for tensor in Manifest.parse(checkpoint).variables.values():
                 elements = sum(math.prod(part.shape_of(tensor)) for part in tensor.parts)
@@ -108,7 +106,7 @@ def bytes_to_verify(path: str | Path) -> int:
 class _Verifier:
     """Verifies one checkpoint."""
 
-    def __init__(self, path: Path, manifest: Manifest, progress: Progress):
+    def __init__(self, path: RunPath, manifest: Manifest, progress: Progress):
         self._path = path
         self._manifest = manifest
         self._progress = progress
@@ -130,7 +128,7 @@ class _Verifier:
     def _check_file(self, name: str) -> Iterator[CheckpointError]:
         path = self._path / name
         record = self._manifest.files[name]
-        if not os.path.lexists(path):
+        if not exists(path):
             yield CorruptCheckpointError(f"{path}: missing, though {NAME} names it")
             return
         try:

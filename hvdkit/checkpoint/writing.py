@@ -1,7 +1,8 @@
 """One save: a snapshot of this rank's part, the files that are written, and the commit by the chief.
 
-A transport brings the parts of all ranks into one folder. With :class:`SharedFolder` every rank writes its own part;
-:class:`~hvdkit.checkpoint.chief_io.ThroughChief` is for ranks that do not share a file system.
+A transport brings the parts of all ranks together. With :class:`SharedFolder` every rank writes its own part;
+:class:`~hvdkit.checkpoint.chief_io.ThroughChief` is for ranks that do not share a file system. A destination
+(:mod:`hvdkit.checkpoint.destination`) is where they are written: a local folder, or a store.
 """
 
 from __future__ import annotations
@@ -13,20 +14,17 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from hvdkit.checkpoint.bounds import manifest_bytes
+from hvdkit.checkpoint.destination import destination_of
 from hvdkit.checkpoint.entries import State, StateTensor
-from hvdkit.checkpoint.files import atomic_file, checkpoint_errors, read_bounded, remove_folder
-from hvdkit.checkpoint.folder import commit, latest, temporary_path
-from hvdkit.checkpoint.manifest import RANK_VALUES, REPLICATED, Manifest, Part, TensorEntry, shard_name
+from hvdkit.checkpoint.files import RunPath
+from hvdkit.checkpoint.folder import latest
+from hvdkit.checkpoint.manifest import RANK_VALUES, Manifest, Part, TensorEntry, replicated_name, shard_name
 from hvdkit.checkpoint.schema import Schema, array, checked, json_of, mapping, plain, too_many_values, typed
 from hvdkit.checkpoint.tensorfile import FileRecord, NonFiniteTensor, write_file
 from hvdkit.errors import CheckpointError, NonFiniteError
 
-_MIN_POLL_SECONDS = 0.002
-_MAX_POLL_SECONDS = 0.01
 _NICENESS = 10  # niceness increment of a background save, so that training takes precedence if cores are scarce
 
 
@@ -134,27 +132,21 @@ class SharedFolder:
     def collect(self, save: Save, snapshot: Snapshot) -> list[SaveReport]:
         """Write the chief's files, and wait for the other ranks' reports."""
         reports = [save.write_own(snapshot)]
+        shortest, longest = save.destination.polls
         for rank in range(1, save.size):
-            path = self._report_path(save, rank)
-            seconds = _MIN_POLL_SECONDS
-            while not path.exists():
+            seconds = shortest
+            while (report := save.destination.take_report(rank)) is None:
                 save.check_cancelled()
                 time.sleep(seconds)
-                seconds = min(2 * seconds, _MAX_POLL_SECONDS)
-            reports.append(checked(json_of(read_bounded(path, manifest_bytes(1)), path), _REPORT, path))
-            path.unlink()
+                seconds = min(2 * seconds, longest)
+            path, data = report
+            reports.append(checked(json_of(data, path), _REPORT, path))
         return reports
 
     def send(self, save: Save, snapshot: Snapshot) -> None:
         """Write this rank's file and its report."""
         report = save.write_own(snapshot)
-        # The chief renames the folder after the last report: from then on it cannot be synced by this name.
-        with atomic_file(self._report_path(save, save.rank), "w") as file:
-            file.write(json.dumps(report._asdict()))
-
-    @staticmethod
-    def _report_path(save: Save, rank: int) -> Path:
-        return save.folder / f"rank-{rank:05d}.json"
+        save.destination.send_report(save.rank, json.dumps(report._asdict()))
 
 
 class Save:
@@ -173,13 +165,13 @@ class Save:
 
     Attributes:
         target, step, rank, size: the arguments.
-        folder: where the files are written until the checkpoint is complete.
+        destination: where the files are written.
         error: the error on this rank, or None.
     """
 
     def __init__(
         self,
-        target: Path,
+        target: RunPath,
         snapshot: Snapshot,
         *,
         step: int,
@@ -195,7 +187,7 @@ class Save:
         self.step = step
         self.rank = rank
         self.size = size
-        self.folder = temporary_path(target, token)
+        self.destination = destination_of(target, token)
         self.error: Exception | None = None
         self._transport = transport or SharedFolder()
         self._before_commit = before_commit
@@ -235,16 +227,15 @@ class Save:
             raise CancelledSaveError(f"{self.target}: another rank could not write its part")
 
     def clean_up(self) -> None:
-        """Remove the files of a failed save, on the chief, once all ranks are done."""
-        if self.rank == 0:
-            remove_folder(self.folder)
+        """Remove the files of a failed save, once all ranks are done."""
+        self.destination.discard(is_chief=self.rank == 0)
 
     def write_own(self, snapshot: Snapshot) -> SaveReport:
         """Write this rank's files: its shard and, on the chief, the replicated tensors."""
-        with checkpoint_errors(self.folder, "written"):
-            self.folder.mkdir(parents=True, exist_ok=True)
+        self.destination.prepare()
         replicated = snapshot.replicated_tensors() if self.rank == 0 else []
-        files = {REPLICATED: self._write(REPLICATED, replicated, 0, {})} if replicated else {}
+        name = replicated_name(self.destination.suffix)
+        files = {name: self._write(name, replicated, 0, {})} if replicated else {}
         shard = self.write_shard(self.rank, snapshot.shard_tensors(), snapshot.metadata(), snapshot.indices())
         return SaveReport(files | shard.files, shard.indices)
 
@@ -252,13 +243,13 @@ class Save:
         self, rank: int, tensors: list[StateTensor], metadata: dict[str, str], indices: dict[str, Any]
     ) -> SaveReport:
         """Write the file with the tensors and plain values of ``rank``, if there are any."""
-        name = shard_name(rank, self.size)
+        name = shard_name(rank, self.size, self.destination.suffix)
         return SaveReport({name: self._write(name, tensors, rank, metadata)} if tensors or metadata else {}, indices)
 
     def _write(self, name: str, tensors: list[StateTensor], rank: int, metadata: dict[str, str]) -> FileRecord:
         """Write a file of the tensors of ``rank``; an error about non-finite values names the rank."""
         try:
-            return write_file(self.folder / name, tensors, metadata=metadata)
+            record = write_file(self.destination.folder / name, tensors, metadata=metadata)
         except NonFiniteTensor as error:
             newest = latest(self.target.parent)
             restart = f"would continue from {newest.name}" if newest else "would start from the initial values"
@@ -266,6 +257,8 @@ class Save:
                 f"{error}, on rank {rank} at step {self.step}; this checkpoint is not saved, and a restart {restart}: "
                 "lower the learning rate, or clip gradients"
             ) from None
+        self.destination.publish(name, self.check_cancelled)
+        return record
 
     def _run(self, snapshot: Snapshot) -> None:
         if self._background:
@@ -273,16 +266,20 @@ class Save:
                 os.nice(_NICENESS)  # on Linux only for this thread: nice(2), "C library/kernel differences"
         try:
             if self.rank == 0:
-                build_manifest(snapshot, self._transport.collect(self, snapshot), step=self.step).write(self.folder)
-                self.check_cancelled()
-                self._before_commit()
-                commit(self.folder, self.target)
+                manifest = build_manifest(snapshot, self._transport.collect(self, snapshot), step=self.step)
+                self.destination.commit(manifest, self._check_permitted)
                 self._after_commit()
             else:
                 self._transport.send(self, snapshot)
         except Exception as error:  # the training thread raises it on all ranks
             # Keep the folder until all ranks are done, so that a rank still writing there does not fail as well.
             self.error = error
+        finally:
+            self.destination.close()
+
+    def _check_permitted(self) -> None:
+        self.check_cancelled()
+        self._before_commit()
 
 
 def build_manifest(snapshot: Snapshot, reports: list[SaveReport], *, step: int) -> Manifest:
@@ -298,15 +295,12 @@ def build_manifest(snapshot: Snapshot, reports: list[SaveReport], *, step: int) 
         manifest.files |= report.files
     manifest.rank_values = list(snapshot.rank_values)
     for tensor in snapshot.tensors:
-        if tensor.kind == "replicated":
-            parts = [Part(REPLICATED, manifest.files[REPLICATED].tensors[tensor.name])]
-        else:
-            parts = [
-                Part(name, record.tensors[tensor.name], _part_index(tensor, report))
-                for report in reports
-                for name, record in report.files.items()
-                if tensor.name in record.tensors
-            ]
+        parts = [
+            Part(name, record.tensors[tensor.name], _part_index(tensor, report))
+            for report in reports
+            for name, record in report.files.items()
+            if tensor.name in record.tensors
+        ]
         manifest.variables[tensor.name] = TensorEntry(
             tensor.kind, tensor.shape, tensor.dtype.name, tuple(parts), tensor.partition
         )

@@ -36,8 +36,8 @@ class Inspect:
     See `hvdkit docs checkpoints`.
     """
 
-    path: Positional[Path]
-    """A checkpoint, a folder of checkpoints, or a logdir."""
+    path: Positional[str]
+    """A checkpoint, a folder of checkpoints, or a logdir; local, or a URL such as s3://bucket/run."""
     json: bool = False
     """Print JSON instead of a table."""
 
@@ -55,8 +55,8 @@ class Verify:
     See `hvdkit docs checkpoints`.
     """
 
-    path: Positional[Path]
-    """A checkpoint, a folder of checkpoints, or a logdir."""
+    path: Positional[str]
+    """A checkpoint, a folder of checkpoints, or a logdir; local, or a URL such as s3://bucket/run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class Export:
     See `hvdkit docs checkpoints`.
     """
 
-    path: Positional[Path]
+    path: Positional[str]
     """A checkpoint; or a folder of checkpoints or a logdir, in which case the newest intact one is exported."""
     to: Path
     """Output folder."""

@@ -7,13 +7,13 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import keras
 from keras import tree
 
 from hvdkit import cluster
+from hvdkit.checkpoint.files import RunPath
 from hvdkit.cluster.logs import get_logger
 from hvdkit.data import GlobalBatches
 from hvdkit.errors import describe
@@ -54,7 +54,7 @@ def fit(
     validation_batch_size: int | None = None,
     validation_freq: int | Sequence[int] = 1,
     *,
-    logdir: str | Path | None = None,
+    logdir: str | RunPath | None = None,
     loss_scope: LossScope = "auto",
 ) -> keras.callbacks.History:
     """Train a model on all ranks with the results of ``model.fit`` in one process on the same data.
@@ -88,10 +88,11 @@ def fit(
         validation_steps: global batches of the validation data to evaluate.
         validation_batch_size: rows per global batch of the validation data. Default ``batch_size``.
         validation_freq: epochs between validations, or a list of epochs after which to validate.
-        logdir: a folder that all ranks share, in which the run is saved every ten minutes, and at the end of epochs as
-            long as saves take less than a tenth of the time. The next call with this folder continues: within the epoch
-            with ``GlobalBatches``, otherwise the epoch in which the run ended begins again. Callbacks continue with
-            their counters and best values. ``hk.callbacks.SupervisorCallback`` saves at other times.
+        logdir: a folder that all ranks share, or its URL in an object store, in which the run is saved every ten
+            minutes, and at the end of epochs as long as saves take less than a tenth of the time. The next call with
+            this folder continues: within the epoch with ``GlobalBatches``, otherwise the epoch in which the run ended
+            begins again. Callbacks continue with their counters and best values. ``hk.callbacks.SupervisorCallback``
+            saves at other times.
         loss_scope: where losses are computed: "rows" on each rank's rows, right for means and sums over rows; "batch"
             by every rank on the gathered labels and predictions of the global batch, right for any loss, e.g. Dice.
             "auto" finds out which losses are means of their rows in the first step, which gathers all that it does not
@@ -129,7 +130,7 @@ def fit(
 
 
 def _call_own_fit(
-    model: keras.Model, arguments: dict[str, Any], logdir: str | Path | None, loss_scope: LossScope
+    model: keras.Model, arguments: dict[str, Any], logdir: str | RunPath | None, loss_scope: LossScope
 ) -> keras.callbacks.History:
     """Call the ``fit`` of the model's class, or on the chief what a tracker's autolog has put in its place."""
     is_autolog = cluster.size() > 1 and is_patched("fit") and type(model).fit is keras.Model.fit
@@ -171,7 +172,7 @@ def _fit(
     validation_batch_size: int | None = None,
     validation_freq: int | Sequence[int] = 1,
     *,
-    logdir: str | Path | None = None,
+    logdir: str | RunPath | None = None,
     loss_scope: LossScope = "auto",
 ) -> keras.callbacks.History:
     """Train a model with Keras's own ``fit``, on this rank's shares."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import keras
 
 from hvdkit import cluster
-from hvdkit.checkpoint.files import local_path
+from hvdkit.checkpoint.files import RunPath, run_path
 from hvdkit.cluster.agreement import gather
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import HvdkitError, describe
@@ -37,7 +36,7 @@ class SupervisorCallback(CheckedCallback):
     In plain ``fit``, put the callbacks of ``callbacks=`` before it, but ``CSVLogger`` after it.
 
     Args:
-        logdir: the run's folder, shared by all ranks.
+        logdir: the run's folder, shared by all ranks, or its URL in an object store.
         until: end ``fit`` after this total number of steps; a run that has already reached it doesn't train.
         data: the ``GlobalBatches`` whose ``as_keras()`` is passed to ``fit``; its position is saved. Without it,
             ``fit`` resumes at the beginning of its last epoch.
@@ -79,7 +78,7 @@ class SupervisorCallback(CheckedCallback):
 
     def __init__(
         self,
-        logdir: str | Path,
+        logdir: str | RunPath,
         *,
         until: int | None = None,
         data: GlobalBatches | DataPosition | None = None,
@@ -91,7 +90,7 @@ class SupervisorCallback(CheckedCallback):
     ):
         super().__init__()
         self.supervisor: Supervisor | None = None
-        self._logdir = local_path(logdir, "logdir")
+        self._logdir = run_path(logdir, "logdir")
         self._until = until
         self._data = data
         self._options = options

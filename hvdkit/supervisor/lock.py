@@ -1,4 +1,4 @@
-"""Lock a ``logdir`` for one run at a time; a second run gets an error that names the first."""
+"""Lock a local ``logdir`` for one run at a time; a second run gets an error that names the first."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from hvdkit.checkpoint.files import checkpoint_errors
+from hvdkit.checkpoint.files import RunPath, checkpoint_errors
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import CheckpointError, describe, printable
 
@@ -25,7 +26,8 @@ NAME = ".lock"
 _TAKEN = {errno.EACCES, errno.EAGAIN}
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 _WAIT_FOR_HOLDER_SECONDS = 1.0
-_HOLDER_BYTES = 2**14  # of the file that are read; a holder has a few hundred
+HOLDER_BYTES = 2**14
+"""Bytes of the file that are read; a holder has a few hundred."""
 _SHOWN = 200  # characters of the holder's command, and of its other texts
 # struct flock of fcntl(2) on 64-bit Linux: type, whence, start, length, process. Zeros mean the whole file.
 _FLOCK = struct.Struct("hh4xqqi4x")
@@ -84,10 +86,8 @@ class LogdirLock:
             status = self._logdir.stat()
         key = status.st_dev, status.st_ino
         if key in _HELD:
-            got = f"{self._logdir}, which this process (pid {os.getpid()}) already writes to"
-            remedy = "exit the first Supervisor before entering the second, or pass it another logdir"
-            raise CheckpointError(describe("logdir", got, "one Supervisor at a time for a logdir", remedy))
-        self._holder = _describe_this_run()
+            raise held_by_this_process(self._logdir)
+        self._holder = describe_this_run()
         self._file = self._open_and_lock()
         self._key = key
         _HELD[key] = self
@@ -116,7 +116,7 @@ class LogdirLock:
         self._lock(self._file)  # succeeds immediately if already held
         holder = _read_holder(self._file)
         if holder != self._holder:
-            raise CheckpointError(self._refusal(holder, "has taken"))
+            raise CheckpointError(refusal(self._logdir, holder, "has taken"))
 
     def release(self) -> None:
         """Release the lock. Does nothing if it is not held, or in a forked child of the holder."""
@@ -151,7 +151,7 @@ class LogdirLock:
             _lock_file(file)
         except OSError as error:
             if error.errno in _TAKEN:
-                raise CheckpointError(self._refusal(_read_holder(file))) from None
+                raise CheckpointError(refusal(self._logdir, _read_holder(file))) from None
             if error.errno not in _NO_LOCKS:
                 raise CheckpointError(f"{self._path}: cannot be locked ({error.strerror})") from error
             if self._key is None:  # only the first time
@@ -161,20 +161,29 @@ class LogdirLock:
                     error.strerror,
                 )
 
-    def _refusal(self, holder: dict[str, Any] | None, verb: str = "writes to") -> str:
-        if holder is None:
-            description = "another run, which has not identified itself"
-            stop = f"find it with: lslocks | grep {NAME}"
-        else:
-            shown = {name: printable(value)[:_SHOWN] for name, value in holder.items()}
-            description = "pid {pid} on {host}, user {user}, since {since}: {command}".format(**shown)
-            stop = f"stop it (kill {shown['pid']} on {shown['host']})"
-        got = f"{self._logdir}, which another run {verb} ({description})"
-        remedy = f"wait until that run ends, {stop}, or pass another logdir"
-        return describe("logdir", got, "a logdir that no other run uses", remedy)
+
+def held_by_this_process(logdir: RunPath) -> CheckpointError:
+    """Return the error about a second session of this process with one logdir."""
+    got = f"{logdir}, which this process (pid {os.getpid()}) already writes to"
+    remedy = "exit the first Supervisor before entering the second, or pass it another logdir"
+    return CheckpointError(describe("logdir", got, "one Supervisor at a time for a logdir", remedy))
 
 
-def _describe_this_run() -> dict[str, Any]:
+def refusal(logdir: RunPath, holder: Mapping[str, Any] | None, verb: str = "writes to") -> str:
+    """Return the message about a logdir that another run, ``holder``, uses."""
+    if holder is None:
+        description = "another run, which has not identified itself"
+        stop = f"find it with: lslocks | grep {NAME}"
+    else:
+        shown = {name: printable(value)[:_SHOWN] for name, value in holder.items()}
+        description = "pid {pid} on {host}, user {user}, since {since}: {command}".format(**shown)
+        stop = f"stop it (kill {shown['pid']} on {shown['host']})"
+    got = f"{logdir}, which another run {verb} ({description})"
+    remedy = f"wait until that run ends, {stop}, or pass another logdir"
+    return describe("logdir", got, "a logdir that no other run uses", remedy)
+
+
+def describe_this_run() -> dict[str, Any]:
     """Return the description of this run for the error message of a second run."""
     try:
         user = getpass.getuser()
@@ -207,13 +216,21 @@ def _read_holder(file: int) -> dict[str, Any] | None:
     """Read the holder of the lock, waiting up to a second as a run locks before it writes; None if missing."""
     until = time.monotonic() + _WAIT_FOR_HOLDER_SECONDS
     while True:
-        try:
-            holder = json.loads(os.pread(file, _HOLDER_BYTES, 0))
-            return {name: holder[name] for name in ("host", "pid", "user", "command", "since")}
-        except (ValueError, TypeError, KeyError, OSError, RecursionError):
-            if time.monotonic() > until:
-                return None
+        with contextlib.suppress(OSError):
+            if (holder := holder_of(os.pread(file, HOLDER_BYTES, 0))) is not None:
+                return holder
+        if time.monotonic() > until:
+            return None
         time.sleep(0.02)
+
+
+def holder_of(data: bytes) -> dict[str, Any] | None:
+    """Return the holder that a lock describes, or None if it does not."""
+    try:
+        holder = json.loads(data)
+        return {name: holder[name] for name in ("host", "pid", "user", "command", "since")}
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
 
 
 def _close_all_in_child() -> None:

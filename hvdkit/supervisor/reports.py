@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hvdkit import cluster
+from hvdkit.checkpoint.files import RunPath
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import counted, printable
 from hvdkit.machine.replacing import replaced
@@ -37,8 +38,8 @@ class RunSummary:
     epochs: int | None = None
     stopped: str = ""
     step: int | None = None
-    checkpoint: Path | None = None
-    logdir: Path | None = None
+    checkpoint: RunPath | None = None
+    logdir: RunPath | None = None
 
     @property
     def line(self) -> str:
@@ -90,7 +91,7 @@ class RunSummary:
             get_logger().warning("%s: the summary was not written: %s", SUMMARY_VARIABLE, error)
 
 
-def report_start(step: int, restored_from: Path | None, folder: Path) -> None:
+def report_start(step: int, restored_from: RunPath | None, folder: RunPath) -> None:
     """Log the step at which training begins, and why."""
     source = f"from {restored_from}" if restored_from else f"(no checkpoint in {folder})"
     get_logger().info("training begins at step %d %s", step, source)

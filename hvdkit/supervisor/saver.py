@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit import cluster
+from hvdkit.checkpoint.files import RunPath, exists
 from hvdkit.checkpoint.folder import prune
 from hvdkit.checkpoint.manifest import step_name
 from hvdkit.checkpoint.rank_checks import agreed_state
@@ -48,7 +49,7 @@ class Saver:
 
     def __init__(
         self,
-        folder: Path,
+        folder: RunPath,
         state: Callable[[], Mapping[str, Any]],
         *,
         max_to_keep: int | None,
@@ -71,18 +72,18 @@ class Saver:
         self._permitted = permitted
         self._stop_on_nonfinite = stop_on_nonfinite
         self._save: Save | None = None
-        self.newest: Path | None = None
+        self.newest: RunPath | None = None
 
-    def start(self, restored: Path | None) -> None:
+    def start(self, restored: RunPath | None) -> None:
         """Begin a session that has restored a checkpoint, or none."""
-        self.newest = restored or (self._folder if self._folder.exists() else None)
+        self.newest = restored or (self._folder if exists(self._folder) else None)
 
     @property
     def busy(self) -> bool:
         """Whether a save is in progress; the same on all ranks between agreements."""
         return self._save is not None
 
-    def begin(self, step: int) -> Path:
+    def begin(self, step: int) -> RunPath:
         """Wait for the previous save, take a snapshot and start writing it. Return the checkpoint's folder.
 
         Raises:
@@ -119,8 +120,8 @@ class Saver:
         return target
 
     def _report_loss(self) -> None:
-        """Warn on the chief if the newest checkpoint has disappeared during the session."""
-        if cluster.is_chief() and self.newest is not None and not os.path.lexists(self.newest):
+        """Warn on the chief if the newest local checkpoint has disappeared during the session."""
+        if cluster.is_chief() and isinstance(self.newest, Path) and not os.path.lexists(self.newest):
             get_logger().warning(
                 "%s has disappeared: something removed, renamed or unmounted it during this run. Earlier checkpoints "
                 "may be lost; the run continues, and saves in %s",

@@ -6,11 +6,10 @@ import contextlib
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdkit import cluster
-from hvdkit.checkpoint.files import local_path
+from hvdkit.checkpoint.files import RunPath, run_path
 from hvdkit.checkpoint.rank_checks import agreed_state, run_on_chief
 from hvdkit.cluster.agreement import gather, run_on_all_ranks
 from hvdkit.cluster.logs import get_logger
@@ -22,7 +21,6 @@ from hvdkit.optimizer.equal_ranks import note_equal
 from hvdkit.optimizer.mixins import ranks_of
 from hvdkit.sharding.shards import AnyVariable
 from hvdkit.supervisor.divergence import DivergenceDetector, replicated
-from hvdkit.supervisor.lock import LogdirLock
 from hvdkit.supervisor.lockstep import lockstep
 from hvdkit.supervisor.messages import SessionMessage, agree_on_arguments, agree_on_scalars, check_messages
 from hvdkit.supervisor.pace import Pace
@@ -38,6 +36,8 @@ from hvdkit.supervisor.saved_state import (
 from hvdkit.supervisor.saver import Saver
 from hvdkit.supervisor.signals import PREEMPTED, StopSignals
 from hvdkit.supervisor.start import prepare_folder, restore_or_initialize
+from hvdkit.supervisor.store_lock import lock_of
+from hvdkit.supervisor.store_summaries import open_summaries
 from hvdkit.supervisor.summaries import Summaries
 from hvdkit.watchdog.reporter import reporter
 
@@ -69,7 +69,8 @@ class Supervisor:
     with exit code 75.
 
     Args:
-        logdir: the run's folder, shared by all ranks: ``checkpoints/`` and TensorBoard's ``summaries/``.
+        logdir: the run's folder, shared by all ranks: ``checkpoints/`` and TensorBoard's ``summaries/``. Or the URL of
+            one in an object store, e.g. ``s3://bucket/run``.
         model: a built Keras model.
         optimizer: its optimizer; by default the one it was compiled with.
         data: batches for ``batches``; the position of a ``hk.data.GlobalBatches`` is saved and restored.
@@ -96,6 +97,7 @@ class Supervisor:
         trained: after the session has ended, on the chief: its steps, seconds, newest checkpoint; otherwise None.
 
     Raises:
+        ValueError: ``logdir`` is a URL that cannot be a logdir.
         CheckpointError: on entry: ``logdir`` is in use by another run, not shared, not writable, or belongs to another
             model. From ``step`` and ``save``: a save failed on some rank; the previous checkpoint is unchanged.
         CorruptCheckpointError: on entry: there are checkpoints in ``logdir``, but all are damaged.
@@ -129,7 +131,7 @@ class Supervisor:
 
     def __init__(
         self,
-        logdir: str | Path,
+        logdir: str | RunPath,
         *,
         model: keras.Model | None = None,
         optimizer: keras.optimizers.Optimizer | None = None,
@@ -154,8 +156,8 @@ class Supervisor:
         check_seconds("save_model_secs", save_model_secs)
         switches = {"asynchronous": asynchronous, "gather": gather, "stop_on_nonfinite": stop_on_nonfinite}
         self._options = {**counts, **intervals, "save_model_secs": save_model_secs, **switches}
-        self.logdir = local_path(logdir, "logdir")
-        self.restored_from: Path | None = None
+        self.logdir = run_path(logdir, "logdir")
+        self.restored_from: RunPath | None = None
         self._folder = self.logdir / "checkpoints"
         self._data = data
         self._model = model
@@ -164,7 +166,7 @@ class Supervisor:
         self._state = state_to_save(model, self._optimizer, variables, state, self._position)
         self._seconds = save_model_secs or math.inf
         self._save_steps = save_steps
-        self._lock = LogdirLock(self.logdir)
+        self._lock = lock_of(self.logdir)
         self._saver = Saver(
             self._folder,
             self._state,
@@ -172,7 +174,7 @@ class Supervisor:
             keep_every=keep_every,
             gather=gather,
             asynchronous=asynchronous,
-            permitted=self._lock.verify,
+            permitted=self._check_permitted,
             stop_on_nonfinite=stop_on_nonfinite,
         )
         self._summary_steps = summary_steps
@@ -360,7 +362,7 @@ class Supervisor:
         if (save := _crosses(self._save_steps, before, now)) or self._pace.due(now):
             self._agree(save)
 
-    def save(self, *, wait: bool = True) -> Path:
+    def save(self, *, wait: bool = True) -> RunPath:
         """Save now, after ``step``. Every rank must call it.
 
         Args:
@@ -503,7 +505,13 @@ class Supervisor:
 
     def _open_summaries(self) -> None:
         if cluster.is_chief():
-            self._summaries = Summaries(self.logdir / "summaries", resume_at=self.global_step)
+            self._summaries = open_summaries(self.logdir / "summaries", resume_at=self.global_step)
+
+    def _check_permitted(self) -> None:
+        """Before a checkpoint is complete, on the chief: the logdir is still locked, and the summaries are there."""
+        self._lock.verify()
+        if self._summaries is not None:
+            self._summaries.publish()
 
     def _write_scalars(self, scalars: Mapping[str, Any]) -> None:
         ranks = agree_on_scalars(lambda: {name: to_float(name, value) for name, value in scalars.items()})
@@ -556,7 +564,7 @@ class Supervisor:
         # During a save, agree at every step, to detect its failure early.
         self._pace.settle(step, 1 if self._saver.busy else messages[0].interval)
 
-    def _begin_save(self) -> Path:
+    def _begin_save(self) -> RunPath:
         if self._summaries is not None:
             self._summaries.flush()  # a run that resumes from this checkpoint must find them
         return self._saver.begin(self.global_step)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from hvdkit import cluster
+from hvdkit.checkpoint.files import RunPath
 from hvdkit.checkpoint.folder import list_checkpoints, record_damage, tidy
 from hvdkit.checkpoint.manifest import NAME, step_of
 from hvdkit.checkpoint.rank_checks import agreed_state, check_shared, run_on_chief
@@ -19,14 +19,14 @@ from hvdkit.supervisor.saved_state import Position
 _MAX_SHOWN = 3  # damaged checkpoints in an error
 
 
-def prepare_folder(folder: Path, *, gather: bool) -> None:
+def prepare_folder(folder: RunPath, *, gather: bool) -> None:
     """Check that all ranks share ``folder``, and remove incomplete files of killed runs."""
     if not gather:
         check_shared(folder)
     run_on_chief("a folder without remains", lambda: tidy(folder))
 
 
-def restore_or_initialize(folder: Path, state: Callable[[], Mapping[str, Any]], *, gather: bool) -> Path | None:
+def restore_or_initialize(folder: RunPath, state: Callable[[], Mapping[str, Any]], *, gather: bool) -> RunPath | None:
     """Restore and return the newest valid checkpoint in ``folder``, or broadcast the chief's values and return None.
 
     Whatever is named like a step and cannot be restored is damaged: it is skipped with a warning.
@@ -58,7 +58,7 @@ def restore_or_initialize(folder: Path, state: Callable[[], Mapping[str, Any]], 
     return None
 
 
-def _restore(path: Path, state: Mapping[str, Any], gather: bool) -> None:
+def _restore(path: RunPath, state: Mapping[str, Any], gather: bool) -> None:
     restore(path, state, gather=gather)
     position = state.get("position")
     if isinstance(position, Position) and position.step != step_of(path):  # equal on all ranks

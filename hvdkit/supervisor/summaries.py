@@ -171,6 +171,9 @@ class Summaries(contextlib.AbstractContextManager["Summaries"]):
             writer.flush()
             sync(self._path)
 
+    def publish(self) -> None:
+        """Make what was flushed visible to others: in a local folder, it is."""
+
     def close(self) -> None:
         """Flush and close the file. Does nothing if it is already closed, or after an error.
 

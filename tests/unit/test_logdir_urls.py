@@ -1,4 +1,4 @@
-"""A URL is no folder: an error, where once a local folder named ``gs:`` held the run until the host was gone."""
+"""A URL that no store serves is an error before training, where once a local folder ``gs:`` held the run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import hvdkit as hk
 from hvdkit.commands.cli import main
 
-URLS = ("gs://bucket/run", "s3://bucket/run", "memory://run", "file:///tmp/run", "hdfs://node:9000/run")
+URLS = ("nosuch://bucket/run", "https://example.org/run", "hdfs://node:9000/run", "zip://a::s3://bucket/run")
 
 
 def model():
@@ -19,7 +19,7 @@ def model():
 
 
 @pytest.mark.core
-def test_urls_are_refused_before_training_and_create_nothing(tmp_path, monkeypatch, capsys):
+def test_urls_that_no_store_serves_are_refused_and_create_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     hk.init()
     x = np.zeros((4, 2))
@@ -35,8 +35,17 @@ def test_urls_are_refused_before_training_and_create_nothing(tmp_path, monkeypat
     )
     for url in URLS:
         for call in calls:
-            with pytest.raises(ValueError, match=rf"got {url}.*expected a folder of a file system.*mount"):
+            with pytest.raises(ValueError, match=rf"got {url}.*expected a local folder, or a URL"):
                 call(url)
     assert main(["checkpoint", "inspect", URLS[0]]) == 2
-    assert "mount the store" in capsys.readouterr().err
+    assert "expected a local folder, or a URL" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.core
+def test_a_file_url_is_a_local_folder(tmp_path):
+    hk.init()
+    x = np.zeros((4, 2))
+    hk.fit(model(), x, x[:, :1], logdir=f"file://{tmp_path}/run", verbose=0)
+    assert hk.checkpoint.latest(tmp_path / "run") == hk.checkpoint.latest(f"file://{tmp_path}/run")
+    assert (tmp_path / "run" / "checkpoints").is_dir()

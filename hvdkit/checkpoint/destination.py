@@ -1,0 +1,182 @@
+"""Where a save puts its files: a local folder, renamed at the end, or a store, in which the manifest comes last."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from hvdkit.checkpoint import stores
+from hvdkit.checkpoint.bounds import manifest_bytes
+from hvdkit.checkpoint.files import RunPath, atomic_file, checkpoint_errors, make_folder, read_bounded, remove_folder
+from hvdkit.checkpoint.folder import commit, is_good, remove_note, temporary_path
+from hvdkit.checkpoint.manifest import NAME, Manifest
+from hvdkit.checkpoint.store_folder import REPORT, report_name, set_aside, sweep
+from hvdkit.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from upath import UPath
+
+
+class Destination(Protocol):
+    """Where one save of one rank puts its files.
+
+    Attributes:
+        folder: where its files are written first.
+        suffix: of the names of its files.
+        polls: the shortest and the longest pause between two looks for a report, in seconds.
+    """
+
+    folder: Path
+    suffix: str
+    polls: tuple[float, float]
+
+    def prepare(self) -> None:
+        """Make the folder. Raises CheckpointError if that fails."""
+
+    def publish(self, name: str, check: Callable[[], None]) -> None:
+        """Bring a file that is complete to where the checkpoint will be. ``check`` raises to end this early."""
+
+    def send_report(self, rank: int, text: str) -> None:
+        """Tell the chief that the files of ``rank`` are there."""
+
+    def take_report(self, rank: int) -> tuple[RunPath, bytes] | None:
+        """On the chief: return where a rank's report was, and its text; None if there is none yet."""
+
+    def commit(self, manifest: Manifest, check: Callable[[], None]) -> None:
+        """On the chief: make the checkpoint complete. ``check`` raises to prevent it."""
+
+    def close(self) -> None:
+        """Remove what only this rank needed while it wrote."""
+
+    def discard(self, *, is_chief: bool) -> None:
+        """Remove the files of a save that failed, once all ranks have stopped writing."""
+
+
+class LocalFolder:
+    """A folder with a temporary name that all ranks share, next to the checkpoint that it becomes."""
+
+    suffix = ""
+    polls = (0.002, 0.01)
+
+    def __init__(self, target: Path, token: str):
+        self.folder = temporary_path(target, token)
+        self._target = target
+
+    def prepare(self) -> None:
+        """See :class:`Destination`."""
+        make_folder(self.folder)
+
+    def publish(self, name: str, check: Callable[[], None]) -> None:
+        """See :class:`Destination`."""
+
+    def send_report(self, rank: int, text: str) -> None:
+        """See :class:`Destination`."""
+        # The chief renames the folder after the last report: from then on it cannot be synced by this name.
+        with atomic_file(self._report(rank), "w") as file:
+            file.write(text)
+
+    def take_report(self, rank: int) -> tuple[RunPath, bytes] | None:
+        """See :class:`Destination`."""
+        path = self._report(rank)
+        if not path.exists():
+            return None
+        data = read_bounded(path, manifest_bytes(1))
+        path.unlink()
+        return path, data
+
+    def _report(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank:05d}.json"
+
+    def commit(self, manifest: Manifest, check: Callable[[], None]) -> None:
+        """See :class:`Destination`."""
+        manifest.write(self.folder)
+        check()
+        commit(self.folder, self._target)
+
+    def close(self) -> None:
+        """See :class:`Destination`."""
+
+    def discard(self, *, is_chief: bool) -> None:
+        """See :class:`Destination`."""
+        if is_chief:
+            remove_folder(self.folder)
+
+
+class StoreFolder:
+    """A folder in a store. Each file is written to a temporary local folder, uploaded, and removed there.
+
+    The local copy frees the memory of the snapshot soon, however slow the store is, and can be sent again if a
+    connection ends.
+    """
+
+    polls = (0.1, 2.0)
+
+    def __init__(self, target: UPath, token: str):
+        self.folder = Path(tempfile.gettempdir()) / f"hvdkit-save-{token}"
+        self.suffix = ""
+        self._target = target
+        self._token = token
+        self._published: list[UPath] = []
+        self._reports: dict[int, str] = {}
+
+    def prepare(self) -> None:
+        """See :class:`Destination`."""
+        with checkpoint_errors(self.folder, "written"):
+            self.folder = Path(tempfile.mkdtemp(prefix="hvdkit-save-"))
+        if stores.exists(self._target / NAME):  # on all ranks: the manifest is replaced after all have reported
+            self.suffix = f"-{self._token}"
+
+    def publish(self, name: str, check: Callable[[], None]) -> None:
+        """See :class:`Destination`."""
+        self._published.append(self._target / name)
+        stores.upload(self.folder / name, self._target / name, check=check)
+        with contextlib.suppress(OSError):
+            (self.folder / name).unlink()
+
+    def send_report(self, rank: int, text: str) -> None:
+        """See :class:`Destination`."""
+        path = self._target / report_name(rank, self._token)
+        self._published.append(path)
+        stores.write_bytes(path, text.encode(), seconds=stores.PATIENT_SECONDS)
+
+    def take_report(self, rank: int) -> tuple[RunPath, bytes] | None:
+        """See :class:`Destination`."""
+        if rank not in self._reports:  # one listing shows the reports of all ranks
+            matches = map(REPORT.fullmatch, stores.sizes(self._target))
+            own = (match for match in matches if match and match[0] == report_name(int(match[1]), self._token))
+            self._reports |= {int(match[1]): match[0] for match in own}
+        if rank not in self._reports:
+            return None
+        path = self._target / self._reports[rank]
+        return path, stores.read_bounded(path, manifest_bytes(1))
+
+    def commit(self, manifest: Manifest, check: Callable[[], None]) -> None:
+        """See :class:`Destination`."""
+        check()
+        if self.suffix and not is_good(self._target):
+            set_aside(self._target)
+            remove_note(self._target)
+        elif not self.suffix:
+            remove_note(self._target)  # the user may have removed the checkpoint
+        manifest.write(self._target)
+        self._published.clear()
+        with contextlib.suppress(CheckpointError):  # the next session removes them
+            sweep(self._target, manifest)
+
+    def close(self) -> None:
+        """See :class:`Destination`."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def discard(self, *, is_chief: bool) -> None:
+        """See :class:`Destination`."""
+        with contextlib.suppress(CheckpointError):
+            stores.remove(self._published)
+
+
+def destination_of(target: RunPath, token: str) -> Destination:
+    """Return where a save writes; ``token`` is the same on every rank, and unique for every save."""
+    return LocalFolder(target, token) if isinstance(target, Path) else StoreFolder(target, token)

@@ -1,0 +1,307 @@
+"""Folders in object stores, as URLs of fsspec file systems: requests with retries, and errors that name the object.
+
+A store has no rename, no sync and no locks: an object appears at once and whole. Listings are never cached, because
+other ranks write to the same folder.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+from hvdkit.errors import CheckpointError, CorruptCheckpointError, describe
+
+if TYPE_CHECKING:
+    from upath import UPath
+
+T = TypeVar("T")
+
+PATIENT_SECONDS = 900.0
+"""How long a request of a save is repeated, during which training goes on."""
+ANSWER_SECONDS = 30.0
+"""The same for requests that someone waits for."""
+_LONGEST_PAUSE = 20.0
+_READ_AHEAD = 4 * 2**20
+_URL = re.compile(r"([a-zA-Z][\w+.-]*)(?:::|:/)")  # Path makes gs:/ of gs://
+_LOCAL = ("file", "local")
+_READ_ONLY = ("data", "git", "github", "http", "https", "libarchive", "reference", "tar", "zip")
+# Packages whose exceptions are about a connection or a server's answer, and the exceptions that no repetition mends.
+_CLIENTS = ("aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "google", "requests", "urllib3")
+_FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+_CREDENTIALS = re.compile(r"credential|authenti|authoriz|forbidden|access ?denied|invalidaccesskey|signature", re.I)
+_SECRETS = re.compile(r"(//)[^/@\s]+@|((?:token|secret|password|signature|key|sig)[\w-]*[=:]\s*)[^\s&'\"]+", re.I)
+
+
+def is_url(path: object) -> bool:
+    """Return True for the URL of a store. ``file:///tmp/a`` is a local folder.
+
+    Example:
+        >>> is_url("s3://bucket/run"), is_url("runs/a"), is_url("file:///tmp/a")
+        (True, False, False)
+    """
+    match = _URL.match(str(path))
+    return match is not None and match[1] not in _LOCAL
+
+
+def open_store(url: str, argument: str) -> UPath:
+    """Return the folder that a URL names. No request is made.
+
+    Raises:
+        ValueError: the protocol is unknown, its package is not installed, or the URL does not name a folder of it.
+    """
+    expected = "a local folder, or a URL of an fsspec file system, e.g. s3://bucket/run"
+    try:
+        from fsspec import get_filesystem_class
+        from upath import UPath
+    except ImportError:
+        remedy = "pip install 'hvdkit[files]', and the package of the store, e.g. s3fs or gcsfs"
+        raise ValueError(describe(argument, without_secrets(url), expected, remedy)) from None
+    url = re.sub(r"^(\w[\w+.-]*):/+", r"\1://", url)
+    got = without_secrets(url)
+    scheme = urlsplit(url).scheme
+    if "::" in url or scheme in _READ_ONLY:
+        raise ValueError(describe(argument, got, f"{expected}; this one cannot be written", "pass another"))
+    try:
+        get_filesystem_class(scheme)
+        folder = UPath(url, use_listings_cache=False, skip_instance_cache=True)
+        name = folder.fs._strip_protocol(url).strip("/")
+    except ImportError as error:
+        raise ValueError(describe(argument, got, f"a store that can be reached ({error})", "install it")) from None
+    except (ValueError, TypeError, OSError) as error:
+        remedy = "correct it, or mount the store on every host (gcsfuse, mountpoint-s3, blobfuse)"
+        raise ValueError(describe(argument, f"{got} ({error})", expected, remedy)) from None
+    if not name:
+        raise ValueError(describe(argument, got, "a bucket and a folder in it", "pass e.g. s3://bucket/run"))
+    return folder
+
+
+def without_secrets(text: str) -> str:
+    """Return a text without what looks like a password, a key or a token.
+
+    Example:
+        >>> without_secrets("ftp://me:secret@host/run: token=abc")
+        'ftp://***@host/run: token=***'
+    """
+    return _SECRETS.sub(lambda match: f"{match[1] or match[2]}***{'@' if match[1] else ''}", text)
+
+
+def request(
+    path: UPath,
+    action: str,
+    function: Callable[..., T],
+    *arguments: Any,
+    seconds: float = ANSWER_SECONDS,
+    check: Callable[[], None] = lambda: None,
+    **options: Any,
+) -> T:
+    """Call a function of a path's file system, and again with growing pauses if the store does not answer.
+
+    Args:
+        path: what the request is about.
+        action: "read" or "written", for the message.
+        function: a method of ``path.fs``.
+        *arguments: of the method.
+        seconds: how long the request is repeated.
+        check: called before each attempt; raises to end this early.
+        **options: of the method.
+
+    Raises:
+        FileNotFoundError, FileExistsError: as the function raises them.
+        CheckpointError: any other error, after the last attempt.
+    """
+    import tenacity
+
+    attempts = tenacity.Retrying(
+        stop=tenacity.stop_after_delay(seconds),
+        wait=tenacity.wait_random_exponential(0.2, _LONGEST_PAUSE),
+        retry=tenacity.retry_if_exception(_may_pass),
+        before=lambda _: check(),
+        reraise=True,
+    )
+    try:
+        return attempts(function, *arguments, **options)
+    except (FileNotFoundError, FileExistsError, CheckpointError):
+        raise
+    except Exception as error:
+        reason = without_secrets(f"{type(error).__name__}: {error}".strip(": "))
+        if isinstance(error, PermissionError) or _CREDENTIALS.search(reason):
+            remedy = "give this job credentials for the store, on every host"
+        elif _may_pass(error):
+            remedy = f"the store did not answer for {seconds:g} s: check the network, and start the command again"
+        else:
+            remedy = "check the URL and the store"
+        raise CheckpointError(f"{path}: cannot be {action} ({reason}); {remedy}") from None
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Return True for an error that a repetition may mend: of a connection, or of an overloaded server."""
+    if isinstance(error, _FINAL) or _CREDENTIALS.search(f"{type(error).__name__} {error}"):
+        return False
+    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _CLIENTS
+
+
+def sizes(folder: UPath) -> dict[str, int | None]:
+    """Return the names in a folder with their sizes in bytes; None for a folder. A missing folder is empty."""
+    filesystem = folder.fs
+    try:
+        listed: list[dict[str, Any]] = request(folder, "read", filesystem.ls, folder.path, detail=True)
+    except FileNotFoundError:
+        return {}
+    own = folder.path.rstrip("/")
+    names = ((each["name"].rstrip("/"), each) for each in listed)
+    return {
+        name.rpartition("/")[2]: None if each["type"] == "directory" else int(each["size"])
+        for name, each in names
+        if name.strip("/") != own.strip("/")  # an object that marks the folder
+    }
+
+
+def exists(path: UPath) -> bool:
+    """Return True if there is an object, or a folder with one in it."""
+    try:
+        request(path, "read", path.fs.info, path.path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def read_bounded(path: UPath, most: int, *, seconds: float = ANSWER_SECONDS) -> bytes:
+    """Return the contents of a small object.
+
+    Args:
+        path: the object.
+        most: the largest size allowed, in bytes.
+        seconds: how long the request is repeated.
+
+    Raises:
+        CorruptCheckpointError: it is missing, or has more than ``most`` bytes.
+        CheckpointError: the store does not answer.
+    """
+    try:
+        size = request(path, "read", path.fs.info, path.path, seconds=seconds)["size"]
+        if size > most:
+            raise CorruptCheckpointError(f"{path}: has {size} bytes, expected at most {most}")
+        return bytes(request(path, "read", path.fs.cat_file, path.path, seconds=seconds))
+    except (FileNotFoundError, IsADirectoryError):
+        raise CorruptCheckpointError(f"{path}: missing") from None
+
+
+def write_bytes(path: UPath, data: bytes, *, create: bool = False, seconds: float = ANSWER_SECONDS) -> None:
+    """Write a small object.
+
+    Args:
+        path: the object.
+        data: its contents.
+        create: only if it is missing; stores other than S3, GCS and Azure may check this before they write.
+        seconds: how long the request is repeated.
+
+    Raises:
+        FileExistsError: with ``create``, it exists.
+        CheckpointError: the bucket does not exist, may not be written, or the store does not answer.
+    """
+    mode = {"mode": "create"} if create else {}
+    try:
+        request(path, "written", _pipe, path, data, mode, seconds=seconds)
+    except FileNotFoundError as error:
+        raise _without_bucket(path, error) from None
+
+
+def _pipe(path: UPath, data: bytes, mode: dict[str, str]) -> None:
+    try:
+        path.fs.pipe_file(path.path, data, **mode)
+    except OSError as error:
+        if mode and "precondition" in str(error).lower():  # HTTP status 412
+            raise FileExistsError(str(path)) from None
+        raise
+
+
+def upload(
+    file: Path, path: UPath, *, seconds: float = PATIENT_SECONDS, check: Callable[[], None] = lambda: None
+) -> None:
+    """Copy a local file to an object, in several parts if it is large.
+
+    Args:
+        file: the local file.
+        path: the object.
+        seconds: how long the request is repeated.
+        check: called before each attempt; raises to end this early.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    try:
+        request(path, "written", path.fs.put_file, str(file), path.path, seconds=seconds, check=check)
+    except FileNotFoundError as error:
+        raise _without_bucket(path, error) from None
+
+
+def _without_bucket(path: UPath, error: FileNotFoundError) -> CheckpointError:
+    reason = without_secrets(str(error)) or "not found"
+    return CheckpointError(f"{path}: cannot be written ({reason}); create the bucket, or correct the URL")
+
+
+def copy(source: UPath, target: UPath) -> None:
+    """Copy an object in its store, without a download."""
+    request(target, "written", source.fs.cp_file, source.path, target.path, seconds=PATIENT_SECONDS)
+
+
+def remove(paths: Iterable[UPath]) -> None:
+    """Remove objects; those that are missing are skipped."""
+    for path in paths:
+        try:
+            request(path, "removed", path.fs.rm_file, path.path)
+        except FileNotFoundError:
+            continue
+
+
+def remove_folder(folder: UPath) -> None:
+    """Remove the objects of a folder and of its folders."""
+    for name, size in sizes(folder).items():
+        if size is None:
+            remove_folder(folder / name)
+        else:
+            remove([folder / name])
+
+
+class StoreFile:
+    """An object that is read by ranges, with some megabytes read ahead.
+
+    Args:
+        path: the object.
+
+    Attributes:
+        size: its length in bytes.
+
+    Raises:
+        CorruptCheckpointError: it is missing.
+        CheckpointError: the store does not answer.
+    """
+
+    def __init__(self, path: UPath):
+        self._path = path
+        try:
+            self._file = request(path, "read", path.fs.open, path.path, "rb", block_size=_READ_AHEAD)
+        except (FileNotFoundError, IsADirectoryError):
+            raise CorruptCheckpointError(f"{path}: missing") from None
+        self.size = int(self._file.size)
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Fill the start of ``view`` with bytes from ``offset`` on; return their number, 0 at the end."""
+
+        def read() -> bytes:
+            self._file.seek(offset)
+            return bytes(self._file.read(len(view)))
+
+        try:
+            data = request(self._path, "read", read)
+        except FileNotFoundError:
+            raise CorruptCheckpointError(f"{self._path}: missing") from None
+        view[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        """Release the connection and what was read ahead."""
+        self._file.close()

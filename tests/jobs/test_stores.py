@@ -1,0 +1,63 @@
+"""A run in an S3 store that loses a rank continues from its last save, at the same and at another number of ranks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from helpers.jobs import MPI, run
+from helpers.object_store import BUCKET, served
+
+PROGRAM = """
+import json, os, signal, sys
+import keras, numpy as np
+import hvdkit as hk
+
+hk.init()
+keras.utils.set_random_seed(5)
+rng = np.random.default_rng(5)
+ids = rng.integers(0, 50, (60, 3))
+labels = (ids.sum(axis=1, keepdims=True) % 2).astype("float32")
+layers = keras.layers
+model = keras.Sequential(
+    [keras.Input((3,), dtype="int64"), hk.layers.ShardedEmbedding(50, 8), layers.Flatten(), layers.Dropout(0.2),
+     layers.Dense(1)])
+model.compile("adagrad", "mse")
+
+class Kill(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if os.environ.get("KILL") == str(epoch) and hk.rank() == hk.size() - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+batches = hk.data.GlobalBatches((ids, labels), 12, shuffle_seed=3)
+saves = hk.callbacks.SupervisorCallback(os.environ["LOGDIR"], data=batches, save_steps=5)
+history = hk.fit(model, batches, epochs=4, steps_per_epoch=5, callbacks=[saves, Kill()], verbose=0)
+digest = hk.compare_variables([v for v in model.trainable_variables if "embedding" not in v.path])
+if hk.is_chief():
+    print("RESULT", json.dumps([history.history["loss"], digest]))
+"""
+
+
+def result(job):
+    assert job.code == 0, job.output
+    return json.loads(job.output.split("RESULT ")[1].splitlines()[0])
+
+
+def test_a_run_that_loses_a_rank_continues_from_the_store(tmp_path):
+    with served() as store:
+
+        def train(logdir, ranks, kill=""):
+            return run(PROGRAM, MPI, ranks, LOGDIR=str(logdir), KILL=kill, **store.environment)
+
+        losses, digest = result(train(tmp_path / "local", 3))
+        for name, ranks in (("same", 3), ("fewer", 2)):
+            logdir = f"s3://{BUCKET}/{name}"
+            killed = train(logdir, 3, kill="2")
+            assert killed.code != 0
+            assert "RESULT" not in killed.output
+            continued, continued_digest = result(train(logdir, ranks))
+            if ranks == 3:
+                assert (continued, continued_digest) == (losses[-len(continued) :], digest)
+            else:
+                assert continued == pytest.approx(losses[-len(continued) :], rel=1e-5)
+            assert 2 <= len(continued) < 4

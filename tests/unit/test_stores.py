@@ -1,0 +1,253 @@
+"""Runs and checkpoints in an object store: a real S3 server, and faults between it and the run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+
+import keras
+import numpy as np
+import pytest
+from helpers.object_store import BUCKET, SECRET, served
+from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+import hvdkit as hk
+from hvdkit.checkpoint.stores import open_store
+from hvdkit.commands.cli import main
+from hvdkit.supervisor import store_lock
+
+RUN = f"s3://{BUCKET}/run"
+STEP_1 = f"{RUN}/step-000000001"
+STEP_2 = f"{RUN}/step-000000002"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with served() as store:
+        yield store
+
+
+@pytest.fixture
+def store(server):
+    import s3fs
+
+    hk.init()
+    server.fault = lambda request: None
+    s3fs.S3FileSystem(skip_instance_cache=True).rm(BUCKET, recursive=True)
+    s3fs.S3FileSystem(skip_instance_cache=True).mkdir(BUCKET)
+    server.requests.clear()
+    return server
+
+
+def state(value):
+    return {"weights": np.full((8, 3), float(value)), "step": value}
+
+
+def value_of(path):
+    restored = hk.checkpoint.restore(path, state(0))
+    assert np.all(restored["weights"] == restored["step"])
+    return restored["step"]
+
+
+def train(logdir, epochs, **options):
+    keras.utils.set_random_seed(7)
+    x = np.random.default_rng(7).normal(size=(48, 4)).astype("float32")
+    layers = keras.layers
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(8), layers.Dropout(0.5), layers.Dense(1)])
+    model.compile("adam", "mse")
+    history = hk.fit(model, x, x[:, :1], batch_size=16, epochs=epochs, logdir=logdir, verbose=0, **options)
+    return history.history["loss"], [weight.tobytes() for weight in model.get_weights()]
+
+
+@pytest.mark.core
+def test_a_run_in_a_store_continues_as_one_in_a_folder(store, tmp_path):
+    train(RUN, 2)
+    losses, weights = train(RUN, 4)
+    expected_losses, expected_weights = train(tmp_path, 4)
+    assert weights == expected_weights
+    assert losses == expected_losses[2:]
+    newest = hk.checkpoint.latest(RUN)
+    assert (newest.name, str(newest)) == ("step-000000012", f"{RUN}/checkpoints/step-000000012")
+    names = store.names("run/checkpoints/step-000000012")
+    assert names == ["manifest.json", "replicated.safetensors", "shard-00000-of-00001.safetensors"]
+    assert hk.checkpoint.verify(RUN).checkpoints == len(hk.checkpoint.inspect(RUN).checkpoints)
+    assert ".lock" not in store.names("run")
+
+
+@pytest.mark.core
+def test_commands_read_stores(store, tmp_path, capsys):
+    hk.checkpoint.save(STEP_1, state(1))
+    assert main(["checkpoint", "inspect", RUN, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["checkpoints"][0]["step"] == 1
+    assert main(["checkpoint", "verify", STEP_1]) == 0
+    assert main(["checkpoint", "export", RUN, "--to", str(tmp_path / "out")]) == 0
+    assert np.all(np.load(tmp_path / "out" / "weights.npy") == 1)
+
+
+def test_the_manifest_is_written_last_and_removed_first(store):
+    hk.checkpoint.save(STEP_1, state(1))
+    assert [r.key for r in store.requests if r.method == "PUT"][-1] == "run/step-000000001/manifest.json"
+    with hk.Supervisor(RUN, state={"a": 1}, save_steps=1, max_to_keep=2, summary_steps=None) as supervisor:
+        for _ in range(4):
+            supervisor.step()
+    removed = [r.key for r in store.requests if r.method == "DELETE" and "/step-000000001" in r.key]
+    assert removed[0] == "run/checkpoints/step-000000001/manifest.json"
+    assert {name.split("/")[0] for name in store.names("run/checkpoints")} == {"step-000000003", "step-000000004"}
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_save_that_fails_at_any_request_leaves_the_last_good_one(store, replaces):
+    path = STEP_1 if replaces else STEP_2
+    hk.checkpoint.save(STEP_1, state(1))
+    for failing in itertools.count():
+        store.requests.clear()
+        store.fault = lambda request, failing=failing: 403 if request.number >= failing else None
+        try:
+            hk.checkpoint.save(path, state(2))
+            done = True
+        except hk.CheckpointError as error:
+            assert SECRET not in str(error)
+            done = False
+        asked = len(store.requests)
+        store.fault = lambda request: None
+        assert value_of(hk.checkpoint.latest(RUN)) in ((2,) if done else (1, 2))
+        if asked <= failing:
+            break
+    assert failing > 5
+    hk.checkpoint.save(path, state(3))
+    assert value_of(path) == 3
+    assert len(store.names(path.removeprefix(f"s3://{BUCKET}/"))) == 2  # what failed saves left is removed
+
+
+@pytest.mark.parametrize("fault", [500, 503, 429, "cut", "refuse"])
+def test_faults_that_pass_cost_nothing(store, fault):
+    seen = set()
+
+    def once(request):
+        is_first = (request.method, request.key) not in seen
+        seen.add((request.method, request.key))
+        return fault if is_first else None
+
+    store.fault = once
+    hk.checkpoint.save(STEP_1, state(1))
+    assert value_of(STEP_1) == 1
+
+
+def test_training_goes_on_while_the_store_is_down(store):
+    down = threading.Event()
+    store.fault = lambda request: "refuse" if down.is_set() else None
+    steps_while_down = 0
+    with hk.Supervisor(RUN, state={"a": 1}, save_model_secs=0.2, summary_steps=1) as supervisor:
+        down.set()
+        end = time.monotonic() + 2
+        while time.monotonic() < end:
+            supervisor.step(loss=0.5)
+            steps_while_down += 1
+        down.clear()
+    assert steps_while_down > 20
+    assert hk.checkpoint.latest(RUN).name == f"step-{steps_while_down:09}"
+
+
+def test_damage_is_named_skipped_and_never_replaced(store):
+    import s3fs
+
+    hk.checkpoint.save(STEP_1, state(1))
+    hk.checkpoint.save(STEP_2, state(2))
+    key = f"{BUCKET}/run/step-000000002/replicated.safetensors"
+    filesystem = s3fs.S3FileSystem(skip_instance_cache=True)
+    content = bytearray(filesystem.cat_file(key))
+    content[-3] ^= 4
+    filesystem.pipe_file(key, bytes(content))
+    with pytest.raises(hk.CorruptCheckpointError, match=r"step-000000002/replicated\.safetensors.*'weights'.*rows 0"):
+        hk.checkpoint.restore(STEP_2, state(0))
+    assert hk.checkpoint.latest(RUN).name == "step-000000001"
+    hk.checkpoint.save(STEP_2, state(3))
+    assert value_of(STEP_2) == 3
+    assert bytes(content) == filesystem.cat_file(f"{BUCKET}/run/step-000000002.damaged/replicated.safetensors")
+    assert hk.checkpoint.latest(RUN).name == "step-000000002"
+    filesystem.rm_file(f"{BUCKET}/run/step-000000002.damaged/replicated.safetensors")
+    filesystem.rm_file(f"{BUCKET}/run/step-000000001/replicated.safetensors")
+    with pytest.raises(hk.CorruptCheckpointError, match=r"replicated\.safetensors: missing"):
+        hk.checkpoint.restore(STEP_1, state(0))
+
+
+def test_only_the_rows_that_are_needed_are_read(store):
+    table = hk.PartitionedVariable((40_000, 32), name="table", seed=1)
+    hk.checkpoint.save(STEP_1, {"table": table, "small": np.ones(3)})
+    store.requests.clear()
+    hk.checkpoint.restore(STEP_1, {"small": np.zeros(3)})
+    assert not [r for r in store.requests if r.method == "GET" and "shard" in r.key]
+
+
+@pytest.mark.core
+def test_what_cannot_be_a_logdir_is_an_error_before_training(store):
+    cases = (
+        ("s3://no-such-bucket/run", hk.CheckpointError, "no-such-bucket.*create the bucket"),
+        ("s3://", ValueError, "a bucket and a folder"),
+        ("nosuch://bucket/run", ValueError, "nosuch"),
+        ("https://example.org/run", ValueError, "written"),
+        ("zip://a::s3://bucket/b.zip", ValueError, "expected"),
+    )
+    for url, kind, text in cases:
+        with pytest.raises(kind, match=text):
+            train(url, 1)
+    store.fault = lambda request: 403
+    with pytest.raises(hk.CheckpointError, match="credentials") as caught:
+        train(RUN, 1)
+    assert SECRET not in str(caught.value)
+
+
+def test_a_full_disk_for_the_local_copies_is_named(store, monkeypatch, tmp_path):
+    missing = tmp_path / "missing"
+    monkeypatch.setattr("tempfile.tempdir", str(missing))
+    with pytest.raises(hk.CheckpointError, match=f"{missing}.*cannot be written"):
+        hk.checkpoint.save(STEP_1, state(1))
+    assert hk.checkpoint.latest(RUN) is None
+
+
+def test_a_second_run_is_refused_and_a_dead_one_replaced(store, monkeypatch):
+    monkeypatch.setattr(store_lock, "BEAT_SECONDS", 0.3)
+    monkeypatch.setattr(store_lock, "LEASE_SECONDS", 3.0)
+    first = store_lock.lock_of(open_store(RUN, "logdir"))
+    with first:
+        with pytest.raises(hk.CheckpointError, match="this process"):
+            store_lock.StoreLock(first._path.parent).acquire()
+        path = first._path
+        monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
+        second = store_lock.StoreLock(path.parent)
+        with pytest.raises(hk.CheckpointError, match=r"got s3://bucket/run, which another run writes to \(pid"):
+            second.acquire()
+        first.verify()
+        first._ended.set()  # as if it were killed
+        time.sleep(0.5)
+        second.acquire()
+        with pytest.raises(hk.CheckpointError, match="which another run has taken"):
+            first.verify()
+        second.verify()
+        second.release()
+    assert ".lock" not in store.names("run")
+
+
+def test_a_lock_of_a_process_that_has_ended_here_is_replaced_at_once(store):
+    lock = store_lock.StoreLock(open_store(RUN, "logdir"))
+    holder = {**store_lock.describe_this_run(), "pid": 2**22 + 1, "id": "00"}
+    lock._path.fs.pipe_file(lock._path.path, json.dumps(holder).encode())
+    began = time.monotonic()
+    lock.acquire()
+    assert time.monotonic() - began < store_lock.LEASE_SECONDS / 2
+    lock.release()
+
+
+def test_events_of_repeated_steps_are_removed(store, tmp_path):
+    for until in (4, 8):
+        with hk.Supervisor(RUN, state={"a": 1}, save_model_secs=None, summary_steps=2) as supervisor:
+            while supervisor.global_step < until:
+                supervisor.step(loss=0.5)
+    steps = []
+    for name in store.names("run/summaries"):
+        (tmp_path / name).write_bytes(open_store(f"{RUN}/summaries/{name}", "name").read_bytes())
+        events = LegacyEventFileLoader(str(tmp_path / name)).Load()
+        steps += [event.step for event in events if event.summary.value]
+    assert steps == [2, 4, 6, 8]
