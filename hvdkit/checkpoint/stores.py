@@ -7,11 +7,13 @@ other ranks write to the same folder.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
+from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import CheckpointError, CorruptCheckpointError, describe
 
 if TYPE_CHECKING:
@@ -24,6 +26,9 @@ PATIENT_SECONDS = 900.0
 ANSWER_SECONDS = 30.0
 """The same for requests that someone waits for."""
 _LONGEST_PAUSE = 20.0
+_SILENT_SECONDS = 5.0
+_WARN_SECONDS = 60.0
+_warned = [-_WARN_SECONDS]  # when the last warning was given
 _READ_AHEAD = 4 * 2**20
 _URL = re.compile(r"([a-zA-Z][\w+.-]*)(?:::|:/)")  # Path makes gs:/ of gs://
 _LOCAL = ("file", "local")
@@ -119,6 +124,7 @@ def request(
         wait=tenacity.wait_random_exponential(0.2, _LONGEST_PAUSE),
         retry=tenacity.retry_if_exception(_may_pass),
         before=lambda _: check(),
+        before_sleep=lambda state: _warn(path, seconds) if state.seconds_since_start > _SILENT_SECONDS else None,
         reraise=True,
     )
     try:
@@ -134,6 +140,14 @@ def request(
         else:
             remedy = "check the URL and the store"
         raise CheckpointError(f"{path}: cannot be {action} ({reason}); {remedy}") from None
+
+
+def _warn(path: UPath, seconds: float) -> None:
+    """Say that a store does not answer, at most once a minute."""
+    now = time.monotonic()
+    if now - _warned[0] > _WARN_SECONDS:
+        _warned[0] = now
+        get_logger().warning("%s: the store does not answer; trying again for up to %g s", path, seconds)
 
 
 def _may_pass(error: BaseException) -> bool:
@@ -181,12 +195,12 @@ def read_bounded(path: UPath, most: int, *, seconds: float = ANSWER_SECONDS) -> 
         CheckpointError: the store does not answer.
     """
     try:
-        size = request(path, "read", path.fs.info, path.path, seconds=seconds)["size"]
-        if size > most:
-            raise CorruptCheckpointError(f"{path}: has {size} bytes, expected at most {most}")
-        return bytes(request(path, "read", path.fs.cat_file, path.path, seconds=seconds))
+        data = bytes(request(path, "read", path.fs.cat_file, path.path, start=0, end=most + 1, seconds=seconds))
     except (FileNotFoundError, IsADirectoryError):
         raise CorruptCheckpointError(f"{path}: missing") from None
+    if len(data) > most:
+        raise CorruptCheckpointError(f"{path}: has more than {most} bytes")
+    return data
 
 
 def write_bytes(path: UPath, data: bytes, *, create: bool = False, seconds: float = ANSWER_SECONDS) -> None:

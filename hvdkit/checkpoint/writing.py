@@ -80,6 +80,10 @@ class Snapshot:
         values = {name: v.read() for name, v in state.values.items() if not v.per_rank}
         return cls(tensors, values, {name: v.read() for name, v in state.values.items() if v.per_rank})
 
+    def release(self) -> None:
+        """Free the memory of the values, once they are in files."""
+        self.tensors = [tensor.released() for tensor in self.tensors]
+
     def replicated_tensors(self) -> list[StateTensor]:
         """Return the tensors for the chief's file of replicated tensors."""
         return [t for t in self.tensors if t.kind == "replicated"]
@@ -233,23 +237,37 @@ class Save:
     def write_own(self, snapshot: Snapshot) -> SaveReport:
         """Write this rank's files: its shard and, on the chief, the replicated tensors."""
         self.destination.prepare()
-        replicated = snapshot.replicated_tensors() if self.rank == 0 else []
         name = replicated_name(self.destination.suffix)
-        files = {name: self._write(name, replicated, 0, {})} if replicated else {}
-        shard = self.write_shard(self.rank, snapshot.shard_tensors(), snapshot.metadata(), snapshot.indices())
-        return SaveReport(files | shard.files, shard.indices)
+        has_replicated = self.rank == 0 and bool(snapshot.replicated_tensors())
+        files = {name: self._write(name, snapshot.replicated_tensors(), 0, {})} if has_replicated else {}
+        shard = self._write_shard(self.rank, snapshot.shard_tensors(), snapshot.metadata(), snapshot.indices())
+        snapshot.release()
+        report = SaveReport(files | shard.files, shard.indices)
+        self._publish(report)
+        return report
 
     def write_shard(
         self, rank: int, tensors: list[StateTensor], metadata: dict[str, str], indices: dict[str, Any]
     ) -> SaveReport:
-        """Write the file with the tensors and plain values of ``rank``, if there are any."""
+        """Write and publish the file with the tensors and plain values of ``rank``, if there are any."""
+        report = self._write_shard(rank, tensors, metadata, indices)
+        self._publish(report)
+        return report
+
+    def _publish(self, report: SaveReport) -> None:
+        for name in report.files:
+            self.destination.publish(name, self.check_cancelled)
+
+    def _write_shard(
+        self, rank: int, tensors: list[StateTensor], metadata: dict[str, str], indices: dict[str, Any]
+    ) -> SaveReport:
         name = shard_name(rank, self.size, self.destination.suffix)
         return SaveReport({name: self._write(name, tensors, rank, metadata)} if tensors or metadata else {}, indices)
 
     def _write(self, name: str, tensors: list[StateTensor], rank: int, metadata: dict[str, str]) -> FileRecord:
         """Write a file of the tensors of ``rank``; an error about non-finite values names the rank."""
         try:
-            record = write_file(self.destination.folder / name, tensors, metadata=metadata)
+            return write_file(self.destination.folder / name, tensors, metadata=metadata)
         except NonFiniteTensor as error:
             newest = latest(self.target.parent)
             restart = f"would continue from {newest.name}" if newest else "would start from the initial values"
@@ -257,8 +275,6 @@ class Save:
                 f"{error}, on rank {rank} at step {self.step}; this checkpoint is not saved, and a restart {restart}: "
                 "lower the learning rate, or clip gradients"
             ) from None
-        self.destination.publish(name, self.check_cancelled)
-        return record
 
     def _run(self, snapshot: Snapshot) -> None:
         if self._background:

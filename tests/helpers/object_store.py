@@ -91,6 +91,13 @@ def served() -> Iterator[Store]:
         server.stop()
 
 
+class _Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Print nothing: clients are killed on purpose."""
+
+
 def _proxy(store: Store, target: int) -> http.server.ThreadingHTTPServer:
     lock = threading.Lock()
 
@@ -135,8 +142,7 @@ def _proxy(store: Store, target: int) -> http.server.ThreadingHTTPServer:
         def log_message(self, *arguments: object) -> None:
             """Print nothing."""
 
-    proxy = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    proxy.daemon_threads = True
+    proxy = _Server(("127.0.0.1", 0), Handler)
     store.port = proxy.server_address[1]
     threading.Thread(target=proxy.serve_forever, daemon=True).start()
     return proxy

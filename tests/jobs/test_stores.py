@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import subprocess
+import sys
 
 import pytest
-from helpers.jobs import MPI, run
+from helpers.jobs import MPI, environment, run
 from helpers.object_store import BUCKET, served
+from helpers.speed import WAIT
+
+import hvdkit as hk
 
 PROGRAM = """
 import json, os, signal, sys
@@ -61,3 +67,46 @@ def test_a_run_that_loses_a_rank_continues_from_the_store(tmp_path):
             else:
                 assert continued == pytest.approx(losses[-len(continued) :], rel=1e-5)
             assert 2 <= len(continued) < 4
+
+
+SAVES = f"""
+import numpy as np
+import hvdkit as hk
+
+hk.init()
+for step in 1, 2:
+    hk.checkpoint.save(f"s3://{BUCKET}/run/step-{{step:09}}", {{"weights": np.full(9, float(step))}})
+"""
+
+
+def _killed_at(store, at):
+    """Run the program, and kill it when request number ``at`` of its second save arrives."""
+    ends: list[int] = []
+
+    def fault(request):
+        if request.method == "PUT" and request.key.endswith("000000001/manifest.json"):
+            ends.append(request.number)
+        if ends and request.number == ends[0] + 1 + at:
+            program.kill()
+
+    store.requests.clear()
+    store.fault = fault
+    program = subprocess.Popen([sys.executable, "-c", SAVES], env=environment(**store.environment))
+    program.wait(WAIT)
+    store.fault = lambda request: None
+    return program
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3000)
+def test_a_kill_at_any_request_leaves_a_good_checkpoint():
+    with served() as store:
+        for at in itertools.count():
+            program = _killed_at(store, at)
+            newest = hk.checkpoint.latest(f"s3://{BUCKET}/run")
+            hk.checkpoint.verify(newest)
+            if program.returncode == 0:
+                break
+        assert at > 5
+        assert newest.name == "step-000000002"
+        assert len(store.names("run")) == 4

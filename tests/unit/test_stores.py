@@ -6,6 +6,7 @@ import itertools
 import json
 import threading
 import time
+import weakref
 
 import keras
 import numpy as np
@@ -14,7 +15,9 @@ from helpers.object_store import BUCKET, SECRET, served
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
 import hvdkit as hk
+from hvdkit.checkpoint.entries import StateTensor
 from hvdkit.checkpoint.stores import open_store
+from hvdkit.checkpoint.writing import Save, Snapshot
 from hvdkit.commands.cli import main
 from hvdkit.supervisor import store_lock
 
@@ -148,6 +151,20 @@ def test_training_goes_on_while_the_store_is_down(store):
         down.clear()
     assert steps_while_down > 20
     assert hk.checkpoint.latest(RUN).name == f"step-{steps_while_down:09}"
+
+
+def test_the_memory_of_a_snapshot_is_free_during_the_upload(store):
+    values = np.ones((100, 3))
+    alive = weakref.ref(values)
+    tensor = StateTensor("a", "replicated", values.dtype, values.shape, lambda kept=values: kept, lambda _: None)
+    del values
+    seen = []
+    store.fault = lambda request: seen.append(alive() is not None) if "replicated" in request.key else None
+    save = Save(open_store(STEP_1, "path"), Snapshot([tensor]), step=1, rank=0, size=1, token="ab", background=True)
+    del tensor
+    save.start().wait(60)
+    assert save.error is None
+    assert seen == [False]
 
 
 def test_damage_is_named_skipped_and_never_replaced(store):
