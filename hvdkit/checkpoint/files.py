@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 RunPath: TypeAlias = "Path | UPath"
 """A path of a run's files: local, or in a store. ``isinstance(path, Path)`` tells which."""
 
+PROBE = ".shared-"
+"""Start of the name of a file by which ranks see that they share a folder."""
 _REMEDIES = {
     errno.ENOSPC: "free space there, or save elsewhere",
     errno.EDQUOT: "raise the quota, or save elsewhere",

@@ -18,6 +18,7 @@ from pathlib import Path
 from hvdkit.checkpoint import store_folder, stores
 from hvdkit.checkpoint.bounds import NOTE_BYTES
 from hvdkit.checkpoint.files import (
+    PROBE,
     RunPath,
     checkpoint_errors,
     exists,
@@ -252,3 +253,5 @@ def tidy(folder: RunPath, only: str | None = None) -> None:
                     path.rename(target)
             elif re.fullmatch(f"{re.escape(_WRITING)}{name}-[^-]+", path.name):  # a token has no hyphen
                 remove_folder(path)
+            elif only is None and path.name.startswith(PROBE):
+                remove_file(path)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 from hvdkit import cluster
 from hvdkit.checkpoint.entries import State, is_optional, key_of
-from hvdkit.checkpoint.files import RunPath, exists, make_folder, names_in, remove_file, write_text
+from hvdkit.checkpoint.files import PROBE, RunPath, exists, make_folder, names_in, remove_file, write_text
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.matching import without_numbers
 from hvdkit.checkpoint.reading import Reader
@@ -221,7 +221,7 @@ def check_shared(folder: RunPath) -> None:
     """
 
     def create_probe() -> str:
-        name = f".shared-{secrets.token_hex(4)}"
+        name = f"{PROBE}{secrets.token_hex(4)}"
         make_folder(folder)
         write_text(folder / name, "")
         return name

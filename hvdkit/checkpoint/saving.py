@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdkit import cluster
@@ -81,7 +82,8 @@ def save(path: str | RunPath, state: Mapping[str, Any], *, step: int | None = No
 
     snapshot, token = take_snapshot("hk.checkpoint.save()", flattened, prepare)
     if not gather:
-        check_shared(path.parent)
+        # In a store, a probe that a killed job leaves is removed by the next save of this name.
+        check_shared(path.parent if isinstance(path, Path) else path)
     finish(start_save(path, snapshot, step=step, token=token, gather=gather))
     return path
 

@@ -11,6 +11,7 @@ import re
 from typing import TYPE_CHECKING
 
 from hvdkit.checkpoint import stores
+from hvdkit.checkpoint.files import PROBE
 from hvdkit.checkpoint.manifest import NAME, Manifest, step_of
 from hvdkit.errors import CheckpointError
 
@@ -54,6 +55,8 @@ def tidy(folder: UPath, only: str | None) -> None:
     """
     for name, size in stores.sizes(folder).items():
         path = folder / name
+        if only is None and name.startswith(PROBE):
+            stores.remove([path])
         if size is not None or step_of(path) is None or only not in (None, name):
             continue
         names = stores.sizes(path)

@@ -71,7 +71,7 @@ def open_store(url: str, argument: str) -> UPath:
         raise ValueError(describe(argument, got, f"{expected}; this one cannot be written", "pass another"))
     try:
         get_filesystem_class(scheme)
-        folder = UPath(url, use_listings_cache=False, skip_instance_cache=True)
+        folder = UPath(url, use_listings_cache=False)
         name = folder.fs._strip_protocol(url).strip("/")
     except ImportError as error:
         raise ValueError(describe(argument, got, f"a store that can be reached ({error})", "install it")) from None
@@ -124,7 +124,7 @@ def request(
         wait=tenacity.wait_random_exponential(0.2, _LONGEST_PAUSE),
         retry=tenacity.retry_if_exception(_may_pass),
         before=lambda _: check(),
-        before_sleep=lambda state: _warn(path, seconds) if state.seconds_since_start > _SILENT_SECONDS else None,
+        before_sleep=lambda state: _warn(path, seconds, state.seconds_since_start or 0.0),
         reraise=True,
     )
     try:
@@ -142,10 +142,10 @@ def request(
         raise CheckpointError(f"{path}: cannot be {action} ({reason}); {remedy}") from None
 
 
-def _warn(path: UPath, seconds: float) -> None:
+def _warn(path: UPath, seconds: float, passed: float) -> None:
     """Say that a store does not answer, at most once a minute."""
     now = time.monotonic()
-    if now - _warned[0] > _WARN_SECONDS:
+    if passed > _SILENT_SECONDS and now - _warned[0] > _WARN_SECONDS:
         _warned[0] = now
         get_logger().warning("%s: the store does not answer; trying again for up to %g s", path, seconds)
 

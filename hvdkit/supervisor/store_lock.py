@@ -87,7 +87,7 @@ class StoreLock:
         if self._logdir.fs.protocol not in _EXCLUSIVE and not _EXCLUSIVE & set(self._logdir.fs.protocol):
             message = "%s: its store has no conditional writes; make sure that no second run begins there"
             get_logger().warning(message, self._logdir)
-        while not self._create():
+        while self._read() is not None or not self._create():  # some stores write in spite of the condition
             self._wait_for_end_of_holder()
             stores.remove([self._path])
         self._process = os.getpid()

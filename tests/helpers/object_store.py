@@ -79,6 +79,7 @@ def served() -> Iterator[Store]:
     proxy = _proxy(store, server.get_host_and_port()[1])
     before = dict(os.environ)
     os.environ.update(store.environment)
+    s3fs.S3FileSystem.clear_instance_cache()  # clients of another server
     try:
         s3fs.S3FileSystem(skip_instance_cache=True).mkdir(BUCKET)
         store.requests.clear()

@@ -92,6 +92,7 @@ def test_commands_read_stores(store, tmp_path, capsys):
 def test_the_manifest_is_written_last_and_removed_first(store):
     hk.checkpoint.save(STEP_1, state(1))
     assert [r.key for r in store.requests if r.method == "PUT"][-1] == "run/step-000000001/manifest.json"
+    store.requests.clear()
     with hk.Supervisor(RUN, state={"a": 1}, save_steps=1, max_to_keep=2, summary_steps=None) as supervisor:
         for _ in range(4):
             supervisor.step()
