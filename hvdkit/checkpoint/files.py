@@ -50,12 +50,14 @@ _KINDS = {
 
 
 def run_path(path: str | RunPath, argument: str) -> RunPath:
-    """Return a local path, or the path of a store for a URL.
+    """Return a local path, or the path of a store for a URL or a ``UPath``, whose options for its client are kept.
 
     Raises:
         ValueError: it is a URL of an unknown protocol, or whose package is not installed.
     """
-    return stores.open_store(str(path), argument) if stores.is_url(path) else local_path(path, argument)
+    if not stores.is_url(path):
+        return local_path(path, argument)
+    return stores.open_store(str(path), argument, getattr(path, "storage_options", {}))
 
 
 def local_path(path: str | RunPath, argument: str) -> Path:

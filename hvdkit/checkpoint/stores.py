@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
@@ -51,8 +51,13 @@ def is_url(path: object) -> bool:
     return match is not None and match[1] not in _LOCAL
 
 
-def open_store(url: str, argument: str) -> UPath:
+def open_store(url: str, argument: str, options: Mapping[str, Any] | None = None) -> UPath:
     """Return the folder that a URL names. No request is made.
+
+    Args:
+        url: the URL.
+        argument: its name in messages.
+        options: for the client of the store, as fsspec takes them.
 
     Raises:
         ValueError: the protocol is unknown, its package is not installed, or the URL does not name a folder of it.
@@ -71,7 +76,7 @@ def open_store(url: str, argument: str) -> UPath:
         raise ValueError(describe(argument, got, f"{expected}; this one cannot be written", "pass another"))
     try:
         get_filesystem_class(scheme)
-        folder = UPath(url, use_listings_cache=False)
+        folder = UPath(url, **{**(options or {}), "use_listings_cache": False})
         name = folder.fs._strip_protocol(url).strip("/")
     except ImportError as error:
         raise ValueError(describe(argument, got, f"a store that can be reached ({error})", "install it")) from None

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from helpers.object_store import BUCKET, SECRET, served
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+from upath import UPath
 
 import hvdkit as hk
 from hvdkit.checkpoint.entries import StateTensor
@@ -21,6 +22,7 @@ from hvdkit.checkpoint.writing import Save, Snapshot
 from hvdkit.commands.cli import main
 from hvdkit.supervisor import store_lock
 
+pytestmark = pytest.mark.full
 RUN = f"s3://{BUCKET}/run"
 STEP_1 = f"{RUN}/step-000000001"
 STEP_2 = f"{RUN}/step-000000002"
@@ -89,6 +91,7 @@ def test_commands_read_stores(store, tmp_path, capsys):
     assert np.all(np.load(tmp_path / "out" / "weights.npy") == 1)
 
 
+@pytest.mark.core
 def test_the_manifest_is_written_last_and_removed_first(store):
     hk.checkpoint.save(STEP_1, state(1))
     assert [r.key for r in store.requests if r.method == "PUT"][-1] == "run/step-000000001/manifest.json"
@@ -154,6 +157,7 @@ def test_training_goes_on_while_the_store_is_down(store):
     assert hk.checkpoint.latest(RUN).name == f"step-{steps_while_down:09}"
 
 
+@pytest.mark.core
 def test_the_memory_of_a_snapshot_is_free_during_the_upload(store):
     values = np.ones((100, 3))
     alive = weakref.ref(values)
@@ -215,6 +219,13 @@ def test_what_cannot_be_a_logdir_is_an_error_before_training(store):
     with pytest.raises(hk.CheckpointError, match="credentials") as caught:
         train(RUN, 1)
     assert SECRET not in str(caught.value)
+
+
+def test_a_path_keeps_the_options_of_its_client(store, monkeypatch):
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    path = UPath(STEP_1, endpoint_url=store.environment["AWS_ENDPOINT_URL"])
+    hk.checkpoint.save(path, state(1))
+    assert value_of(path) == 1
 
 
 def test_a_full_disk_for_the_local_copies_is_named(store, monkeypatch, tmp_path):
