@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 PATIENT_SECONDS = 900.0
 """How long a request of a save is repeated, during which training goes on."""
-ANSWER_SECONDS = 30.0
+ANSWER_SECONDS = 15.0
 """The same for requests that someone waits for."""
 _LONGEST_PAUSE = 20.0
 _SILENT_SECONDS = 5.0
