@@ -260,6 +260,7 @@ def f(deaf):
     pathlib.Path(f"up-{rank}").touch()
     while True:
         time.sleep(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it runs in the background
 try:
     hk.run(f, [sys.argv[1] == "deaf"])
 except KeyboardInterrupt:
@@ -279,10 +280,13 @@ def test_all_ranks_end_with_their_caller(tmp_path, numbers):
     process = subprocess.Popen(
         command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    for number, name in zip(numbers, ("up", "heard"), strict=False):
-        wait_until(lambda: len(list(tmp_path.glob(f"{name}-*"))) == 2)  # noqa: B023
-        process.send_signal(number)
-    out, err = process.communicate(timeout=WAIT)
+    try:
+        for number, name in zip(numbers, ("up", "heard"), strict=False):
+            wait_until(lambda: len(list(tmp_path.glob(f"{name}-*"))) == 2)  # noqa: B023
+            process.send_signal(number)
+        out, err = process.communicate(timeout=WAIT)
+    finally:
+        process.kill()
     wait_until(lambda: not marked(str(tmp_path)))
     assert not list(tmp_path.glob("hvdkit-function-*"))
     if signal.SIGINT in numbers:
