@@ -150,6 +150,8 @@ class Attempt:
         for rank in self._coordinator.members:
             self.output.ended(rank)
         verdict = self._judge()
+        if verdict.code and self.job.metrics is not None:
+            self.job.metrics.fail(verdict)
         if verdict.code and verdict.rank is None and not verdict.final:
             self._engine.write_held()
         return verdict
@@ -169,19 +171,20 @@ class Attempt:
         # Ranks fill one host after another, except that Slurm may place them differently.
         filled = () if self.job.engine.name == "srun" else self.hosts
         names = [host.name for host in filled for _ in range(host.slots)]
+        metrics = self.job.metrics
+        answer = settings.welcome(self._size, measures=metrics is not None)
         self._coordinator = Coordinator(
             self._size,
             settings,
             self._selector,
             listeners,
             offer.token,
-            welcome=lambda joined: replace(
-                settings.welcome(self._size), program=self.job.program(self.program, joined.rank)
-            ),
+            welcome=lambda joined: replace(answer, program=self.job.program(self.program, joined.rank)),
             output=self._write_output,
             lines=self.output,
             hosts=dict(enumerate(names)),
             under_run=True,
+            metrics=metrics,
         )
         return offer
 

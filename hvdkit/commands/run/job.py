@@ -32,6 +32,7 @@ from hvdkit.machine.cores import available_cores
 from hvdkit.machine.environment import outside_a_job
 from hvdkit.machine.gpus import gpu_device_files
 from hvdkit.machine.terminal import is_terminal
+from hvdkit.watchdog.job_metrics import JobMetrics
 from hvdkit.watchdog.settings import HEARTBEAT, seconds
 
 # Open MPI 4.1 writes two files of 4 MiB, and one per 4 MiB of the ranks' addresses; the file of secret.py is small.
@@ -50,6 +51,7 @@ class Job:
         names: environment variables to pass to ranks.
         environment: environment of this process, without variables of a job that it may belong to.
         function: serves the function of ``hk.run`` to the ranks, or None.
+        metrics: collects the metrics of all attempts, or None.
     """
 
     config: RunConfig
@@ -58,6 +60,7 @@ class Job:
     names: tuple[str, ...]
     environment: dict[str, str]
     function: FunctionServer | None = None
+    metrics: JobMetrics | None = None
 
     @property
     def by_slurm(self) -> bool:
