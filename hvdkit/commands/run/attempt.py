@@ -168,8 +168,8 @@ class Attempt:
             raise ClusterError(f"hvdkit run cannot listen at {at} ({error}); pass another --interface") from error
         offer = Offer(addresses, listeners[0].getsockname()[1], os.urandom(16).hex())
         settings = WatchdogSettings.from_environment(self._grace)
-        # Ranks fill one host after another, except that Slurm may place them differently.
-        filled = () if self.job.engine.name == "srun" else self.hosts
+        # Ranks fill one host after another, except that Slurm and Ray may place them differently.
+        filled = () if self.job.engine.name in ("srun", "ray") else self.hosts
         names = [host.name for host in filled for _ in range(host.slots)]
         metrics = self.job.metrics
         answer = settings.welcome(self._size, measures=metrics is not None)
@@ -193,7 +193,7 @@ class Attempt:
         job = self.job
         line = job.command_line(self.hosts, SENTINEL, self.network.interface, RUN_VARIABLE)
         environment = {**engine_environment(job.environment, job.names), RUN_VARIABLE: offer}
-        if job.engine.name == "gloo":
+        if job.sends_variables:
             for name in job.config.env:
                 environment.pop(name, None)
         return EngineProcess(job.engine.name, line, environment, self._selector, self.output)
@@ -333,6 +333,8 @@ class Attempt:
         if verdict.rank is not None:
             is_preempted = self._coordinator.notified and verdict.code == PREEMPTED
             # Python's exit code for an exception; before hk.init(), nothing reports which.
+            if self.job.engine.name == "ray" and members[verdict.rank].lost_at is not None and engine.last_report:
+                tail = f"; {engine.last_report}{tail}"
             is_unreported = verdict.code == 1 and members[verdict.rank].pid is None
             if is_unreported and (error := self.output.last_error(verdict.rank)):
                 is_alike = self._size > 1 and all(self.output.last_error(rank) == error for rank in range(self._size))

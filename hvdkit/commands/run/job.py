@@ -67,6 +67,11 @@ class Job:
         """True if Slurm instead of ssh starts processes on other hosts."""
         return self.config.slurm and self.engine.name in ("srun", "mpirun")
 
+    @property
+    def sends_variables(self) -> bool:
+        """True if sentinels send the variables of --env: horovodrun would put their values on a command line."""
+        return self.engine.name in ("gloo", "ray")
+
     def first_hosts(self) -> tuple[Host, ...]:
         """Return the hosts of the first attempt, with the number of ranks on each as slots."""
         return place_ranks(self.hosts, self.config.np)
@@ -147,8 +152,7 @@ class Job:
 
     def program(self, command: Sequence[str], rank: int) -> dict[str, Any]:
         """Return the program for the sentinel of a rank: ``command``, its environment and its terminal."""
-        # Under Gloo, --env variables are sent this way: horovodrun would put their values on a command line.
-        added = {name: self.environment[name] for name in self.config.env} if self.engine.name == "gloo" else {}
+        added = {name: self.environment[name] for name in self.config.env} if self.sends_variables else {}
         added |= {} if self.function is None else self.function.variables
         added["PYTHONUNBUFFERED"] = self.environment.get("PYTHONUNBUFFERED", "1")
         added["GLIBC_TUNABLES"] = with_huge_pages(self.environment.get("GLIBC_TUNABLES", ""))
