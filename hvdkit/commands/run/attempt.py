@@ -333,13 +333,15 @@ class Attempt:
         if verdict.rank is not None:
             is_preempted = self._coordinator.notified and verdict.code == PREEMPTED
             # Python's exit code for an exception; before hk.init(), nothing reports which.
-            if self.job.engine.name == "ray" and members[verdict.rank].lost_at is not None and engine.last_report:
-                tail = f"; {engine.last_report}{tail}"
+            summary = verdict.summary
+            if name == "ray" and members[verdict.rank].lost_at is not None and engine.last_report:
+                step = "" if verdict.step is None else f" at step {verdict.step}"
+                summary = f"failed{step}: {engine.last_report}"
             is_unreported = verdict.code == 1 and members[verdict.rank].pid is None
             if is_unreported and (error := self.output.last_error(verdict.rank)):
                 is_alike = self._size > 1 and all(self.output.last_error(rank) == error for rank in range(self._size))
                 tail = f"{AS_EVERY_RANK if is_alike else ''}: {error}{tail}"
-            return replace(verdict, summary=verdict.summary + tail, final=is_preempted, flight=self._coordinator.flight)
+            return replace(verdict, summary=summary + tail, final=is_preempted, flight=self._coordinator.flight)
         summary = verdict.summary
         if not members:
             summary = f"{name} ended with exit code {engine.code} before any rank started"

@@ -136,11 +136,12 @@ def _slots(addresses: Sequence[str]) -> list[tuple[Any, int]]:
 
 
 def reason(message: str) -> str:
-    """Return the reason in Ray's message about a dead actor, in one line.
+    """Return the reason in Ray's message about a dead actor: its last line, without general advice.
 
     Example:
-        >>> reason("The actor died unexpectedly before finishing this task.\\n\\tpid: 7\\nIt was killed.")
-        'It was killed.'
+        >>> reason("The actor died.\\n\\tpid: 7\\nWorker exit detail: It was killed. Some common causes include: ...")
+        'It was killed'
     """
     lines = [line.strip() for line in message.splitlines() if line.strip() and not line.startswith("\t")]
-    return lines[-1] if lines else "unknown"
+    last = lines[-1] if lines else "unknown"
+    return last.rpartition("exit detail: ")[2].partition(" Some common causes")[0].rstrip(".")
