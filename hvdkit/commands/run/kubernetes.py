@@ -34,6 +34,7 @@ spec:
       restartPolicy: OnFailure
       template:
         spec:
+          terminationGracePeriodSeconds: 60  # more than the 30 s that hvdkit run gives ranks to save
           containers:
             - name: launcher
               image: {image}
