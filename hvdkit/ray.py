@@ -69,8 +69,13 @@ def run(
         >>> def train(scale):
         ...     cluster = hk.init()
         ...     return scale * cluster.rank
-        >>> hk.ray.run(train, args=(10,), num_workers=2)  # doctest: +SKIP
-        [0, 10]
+        >>> def main():
+        ...     print(hk.ray.run(train, args=(10,), num_workers=2))  # [0, 10]
+        >>> try:
+        ...     hk.ray.run(train, args=(10,), resources={"GPU": 0})
+        ... except ValueError as error:
+        ...     print(error)
+        resources['GPU']: got 0, expected a positive number; write e.g. resources={"CPU": 4, "GPU": 1}
     """
     call = function_call("hk.ray.run", function, args, kwargs)
     config = RunConfig(
