@@ -32,7 +32,7 @@ class EngineProcess:
     Attributes:
         was_ended: True once :meth:`tick` has sent it a signal; its exit code is then unrelated to the job.
         last_line: the last line of its output that is not a ruler.
-        last_report: that of its standard output, to which Ray's own messages do not go.
+        last_report: the last line of its standard output, on which the engine of Ray writes which actor has died.
 
     Raises:
         ValueError: the engine cannot be started.

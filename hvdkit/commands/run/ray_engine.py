@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from hvdkit.commands.run.ray_job import RayLaunch
 
@@ -56,11 +56,13 @@ def run_engine(text: str) -> NoReturn:
 
     launch = RayLaunch.parse(text)
     reservation = launch.reservation
+    reports = os.fdopen(os.dup(1), "w")  # standard output is for reports about ranks alone: Ray writes to it, too
+    os.dup2(2, 1)
     ray.init(address=reservation.address, namespace=reservation.namespace, log_to_driver=False, logging_level="ERROR")
     signal.signal(signal.SIGTERM, _exit)
     actors = _actors(launch)
     try:
-        sys.exit(_run_ranks(launch, actors))
+        sys.exit(_run_ranks(launch, actors, reports))
     finally:
         for actor in actors:
             ray.kill(actor)
@@ -90,8 +92,8 @@ def _actors(launch: RayLaunch) -> list[Any]:
     return [remote.options(**options, scheduling_strategy=bundle).remote() for bundle in bundles]
 
 
-def _run_ranks(launch: RayLaunch, actors: Sequence[Any]) -> int:
-    """Run the ranks in ``actors`` to their ends; return the first exit code that is not 0."""
+def _run_ranks(launch: RayLaunch, actors: Sequence[Any], reports: TextIO) -> int:
+    """Run the ranks in ``actors`` to their ends, and report those that die; return the first code that is not 0."""
     import ray
     from horovod.runner.gloo_run import create_slot_env_vars
     from horovod.runner.http.http_server import RendezvousServer
@@ -119,7 +121,7 @@ def _run_ranks(launch: RayLaunch, actors: Sequence[Any]) -> int:
         try:
             ended = ray.get(done[0])
         except ray.exceptions.RayActorError as error:
-            print(f"the Ray actor of rank {rank} died: {reason(str(error))}", flush=True)
+            print(f"the Ray actor of rank {rank} died: {reason(str(error))}", file=reports, flush=True)
             ended = 1
         code = code or ended
     return code
