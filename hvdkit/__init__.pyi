@@ -2,6 +2,7 @@ from . import callbacks as callbacks
 from . import checkpoint as checkpoint
 from . import data as data
 from . import layers as layers
+from . import ray as ray
 from . import schedules as schedules
 from ._version import __version__ as __version__
 from .cluster import Cluster as Cluster

@@ -63,6 +63,11 @@ class Progress:
         if self.profile is not None:
             self.profile.at_step(step)
 
+    def count_step(self, step: int) -> None:
+        """Note the number of steps trained, for metrics, in a program that has no Supervisor."""
+        if self.flight.step is None:
+            self.flight.notes.at_step(step)
+
     def end_profile(self, *, finish: bool) -> None:
         """Stop recording; with ``finish``, merge the records of all ranks, all of which must call it."""
         profile = self.profile

@@ -33,11 +33,16 @@ class RankFacts(NamedTuple):
 
 
 def gather_rank_facts(
-    mesh: Mapping[str, int] | None, exchange: ObjectExchange, size: int, offer: str
+    mesh: Mapping[str, int] | None, exchange: ObjectExchange, size: int, offer: str, problem: Exception | None
 ) -> tuple[list[RankFacts], dict[str, int]]:
-    """Return the facts of every rank, and the mesh. Raises on every rank if a mesh is invalid, or settings differ."""
+    """Return the facts of every rank, and the mesh.
+
+    Raises on every rank if a mesh is invalid, settings differ, or this rank has a ``problem``.
+    """
 
     def local_facts() -> RankFacts:
+        if problem is not None:
+            raise problem
         axes = checked_mesh(mesh, size)
         bucket_bytes = settings.bucket_bytes()
         return RankFacts(socket.gethostname(), list(axes.items()), processes.place(), offer, bucket_bytes)

@@ -96,7 +96,8 @@ def init(mesh: Mapping[str, int] | None = None) -> Cluster:
         ImportError: TensorFlow or Horovod is missing; the message includes the command that installs it.
         ClusterError: the world differs from the launcher's settings, was started with another mesh, or another rank's
             mesh is invalid.
-        ValueError: the product of ``mesh`` is not the world size, or ``HVDKIT_PROFILE`` is invalid.
+        ValueError: the product of ``mesh`` is not the world size, ``HVDKIT_PROFILE`` or ``HVDKIT_METRICS`` is invalid,
+            or its port is in use.
 
     Examples:
         >>> import hvdkit as hk
@@ -151,7 +152,7 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
     masks = _local_affinities(exchange, hvd.local_size())
     devices.set_threads(masks)
     devices.bind_to_core(hvd.local_rank(), hvd.local_size(), masks)
-    facts, axes = gather_rank_facts(mesh, exchange, size, offer)
+    facts, axes = gather_rank_facts(mesh, exchange, size, offer, watchdog.problem)
     hosts = tuple(each.host for each in facts)
     watchdog.join(rank, hosts, [each.place for each in facts], facts[0].offer, waiters, engine.finalize_mpi)
     if size > 1:

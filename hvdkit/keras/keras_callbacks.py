@@ -15,6 +15,7 @@ from keras import tree
 from hvdkit import cluster
 from hvdkit.cluster.agreement import compare, gather
 from hvdkit.cluster.logs import warn_once
+from hvdkit.cluster.progress import progress
 from hvdkit.errors import CollectiveMismatchError, see
 from hvdkit.internals import is_default, pythonify_logs
 from hvdkit.keras.checking.step_recording import StepRecorder
@@ -297,11 +298,14 @@ class CallbackList(keras.callbacks.CallbackList):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Call the callbacks, after comparing the first global batch of an epoch between ranks."""
         self._epoch_steps = batch + 1
+        if not self.supervisors:  # which count the steps of earlier runs, too
+            progress().count_step(self.steps_trained + self._epoch_steps)
         if self._is_first_batch:
             self._compare_batch()
         if self._is_first_update:
             self._session.steps.check_step()
             self._compare_weights()
+            progress().flight.notes.expect_examples(self._data.mean_batch_size)
         if self._async_train:
             super().on_train_batch_end(batch, logs)
             return
@@ -318,6 +322,8 @@ class CallbackList(keras.callbacks.CallbackList):
         self._epoch_steps = 0
         if self._async_train:
             self._flush_futures()
+        if logs and "loss" in logs:
+            progress().flight.notes.at_loss(float(logs["loss"]))
         self._agree(f"on_epoch_end of epoch {epoch}", lambda: self._call("on_epoch_end", epoch, logs))
         for supervisor in self.supervisors:  # after what the others have decided
             end_epoch(supervisor, epoch)

@@ -71,11 +71,12 @@ class _StepCounter(CheckedCallback):
             Steps since the first ``fit``.
         """
         self._done = self._before_epoch + batch + 1
-        _report_to_profile(self, self._done)
+        _report_step(self, self._done)
         return self._done
 
 
-def _report_to_profile(callback: _StepCounter, step: int) -> None:
+def _report_step(callback: _StepCounter, step: int) -> None:
+    progress().count_step(step)
     profile = progress().profile
     if profile is not None:
         profile.at_step(step, f"{type(callback).__name__} {id(callback)}")
@@ -374,13 +375,16 @@ class StepLog(_StepCounter):
             loss: a number or scalar tensor, only read if a line is due.
         """
         self._done = step
-        _report_to_profile(self, step)
+        _report_step(self, step)
         if not self._due(step):
             return
         steps = step - self._logged
         self._logged = step
         if cluster.is_chief():
             value = float(loss)
+            notes = progress().flight.notes
+            notes.at_loss(value)
+            notes.expect_examples(self.global_batch_size)
             seconds = (time.perf_counter() - self._since) / steps
             rate = self.global_batch_size / seconds
             get_logger().info("step %d, loss = %.4f (%.1f examples/sec; %.3f sec/batch)", step, value, rate, seconds)

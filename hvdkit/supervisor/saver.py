@@ -18,7 +18,7 @@ from hvdkit.checkpoint.rank_checks import agreed_state
 from hvdkit.checkpoint.saving import SaveProgress, all_ranks_done, finish, progress_of, start_save, take_snapshot
 from hvdkit.checkpoint.writing import Save
 from hvdkit.cluster.logs import get_logger
-from hvdkit.cluster.progress import spending
+from hvdkit.cluster.progress import progress, spending
 from hvdkit.errors import NonFiniteError, printable
 
 # Seconds that a session ended by an error waits for a save in progress.
@@ -148,7 +148,7 @@ class Saver:
                 self._save = None if is_done else save
                 self.newest = save.target if is_done else self.newest
             if self._save is None:
-                self.seconds = time.monotonic() - self._began
+                self._end(save)
 
     def wait(self) -> None:
         """Wait for the current save to complete. Raises as :meth:`update` does."""
@@ -158,7 +158,13 @@ class Saver:
             with spending("save"), self._nonfinite_handled():
                 finish(save)
                 self.newest = save.target
-            self.seconds = time.monotonic() - self._began
+            self._end(save)
+
+    def _end(self, save: Save) -> None:
+        """Note how long a save has taken, and that it is complete unless it was dropped."""
+        self.seconds = time.monotonic() - self._began
+        if self.dropped is None:
+            progress().flight.notes.saved(save.step, self.seconds)
 
     @contextlib.contextmanager
     def _nonfinite_handled(self) -> Iterator[None]:

@@ -220,6 +220,7 @@ class Supervisor:
             report_rate(rate, current_rate(self._optimizer))
         self._first_step = self.global_step
         self._began = time.monotonic()
+        progress().flight.notes.expect_examples(self._examples_per_step())
         self._saver.start(self.restored_from)
         self._saver.step = self.global_step if self.restored_from else None
         self._saver.when = time.monotonic()
@@ -519,12 +520,16 @@ class Supervisor:
             means = {name: math.fsum(values[name] for values in ranks) / len(ranks) for name in scalars}
             self._summaries.scalars(self.global_step, **means)
 
-    def _run_summary(self) -> RunSummary:
+    def _examples_per_step(self) -> float | None:
+        """Return the rows of a global batch, on average, or None if they are unknown."""
         plan = getattr(self._data, "plan", None)
+        return plan.mean_batch_size if plan is not None else None
+
+    def _run_summary(self) -> RunSummary:
         return RunSummary(
             steps=self.global_step - self._first_step,
             seconds=time.monotonic() - self._began,
-            examples_per_step=plan.mean_batch_size if plan is not None else None,
+            examples_per_step=self._examples_per_step(),
             step=self.global_step,
             checkpoint=self._saver.newest or self._folder,
             logdir=self.logdir,
@@ -547,6 +552,8 @@ class Supervisor:
                 interval=self._pace.proposal(step),
             ),
         )
+        if self._loss is not None:
+            progress().flight.notes.at_loss(math.fsum(message.loss for message in messages) / len(messages))
         check_messages(messages, stop_on_nonfinite=self._stop_on_nonfinite)
         self._saver.update([message.saving for message in messages])
         self._stopping = self._stopping or any(message.stop or message.signal for message in messages)

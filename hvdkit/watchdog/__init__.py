@@ -17,6 +17,10 @@ coordinator ends the job and writes the last line. The modules, in reading order
     left_behind.py     reports ranks that wait long, finds ranks that left by a caught exception
     leaving.py         ranks that end before others, and when each may end
     job_end.py         ends a failed job, step by step
+    training_notes.py  what the training knows, in the recorder's memory, for metrics
+    rank_gauge.py      the sentinel's measurements of its rank
+    job_metrics.py     the metrics of a job, as Prometheus text
+    metrics_server.py  serves them over HTTP
     activity.py        detects from outside whether a rank makes progress
     rank_process.py    the sentinel's view of its rank's process
     base.py            base class of all sentinels

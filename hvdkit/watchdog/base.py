@@ -129,6 +129,8 @@ class Sentinel(ABC):
         if not self.rank.has_ended and (has_changed or now - self._reported_at >= self.welcome.interval):
             self._reported_at = now
             self.report(self.rank.status(now))
+            if self.welcome.measures:
+                self.report(self.rank.measured())
         if self.uplink is not None and self.welcome.heartbeat and self.uplink.is_cut_off(self.welcome.heartbeat):
             self._disconnect(is_cut_off=True)
 

@@ -13,7 +13,9 @@ from hvdkit.machine.limits import allow_files
 from hvdkit.watchdog.channel import Offer, Peer
 from hvdkit.watchdog.coordinator import Coordinator
 from hvdkit.watchdog.events import Connect, Joined, Message
+from hvdkit.watchdog.job_metrics import JobMetrics
 from hvdkit.watchdog.lines import write_line
+from hvdkit.watchdog.metrics_server import MetricsServer
 from hvdkit.watchdog.settings import WatchdogSettings
 from hvdkit.watchdog.watching import WatchingSentinel
 
@@ -27,14 +29,24 @@ _LAUNCHER_SECONDS = 2.0
 class CoordinatingSentinel(WatchingSentinel):
     """Watches rank 0, and coordinates the job, whose sentinels connect to ``listeners``.
 
+    It serves the job's metrics on ``metrics_listener``, if that is not None.
+
     Attributes:
         coordinator: None before rank 0 has called :meth:`reporter.Reporter.join`.
     """
 
-    def __init__(self, pid: int, started: int, connected: socket.socket, listeners: Sequence[socket.socket]) -> None:
+    def __init__(
+        self,
+        pid: int,
+        started: int,
+        connected: socket.socket,
+        metrics_listener: socket.socket | None,
+        listeners: Sequence[socket.socket],
+    ) -> None:
         super().__init__(pid, started, connected)
         self.coordinator: Coordinator | None = None
         self._listeners = listeners
+        self._metrics_listener = metrics_listener
         process = processes.stat(pid)
         self._launcher = process.parent if process is not None else 0
         self._shell = shell_that_waits(self._launcher)
@@ -45,9 +57,14 @@ class CoordinatingSentinel(WatchingSentinel):
         settings = WatchdogSettings.from_environment()
         token = Offer.parse(connect_to.offer).token
         allow_files(joined.size)
-        self.coordinator = Coordinator(joined.size, settings, self.selector, self._listeners, token, lines=self._lines)
+        metrics = None if self._metrics_listener is None else JobMetrics()
+        self.coordinator = Coordinator(
+            joined.size, settings, self.selector, self._listeners, token, lines=self._lines, metrics=metrics
+        )
         self.coordinator.join(joined, self.obey)
-        self.welcome = settings.welcome(joined.size)
+        self.welcome = settings.welcome(joined.size, measures=metrics is not None)
+        if self._metrics_listener is not None and metrics is not None:
+            MetricsServer(self._metrics_listener, metrics.text).start()
 
     def report(self, message: Message) -> bool:
         """Report to the coordinator; return False if it has not been created yet."""

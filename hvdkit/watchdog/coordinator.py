@@ -24,6 +24,7 @@ from hvdkit.watchdog.events import (
     Flight,
     Joined,
     Leaving,
+    Measured,
     Message,
     Raised,
     Refused,
@@ -38,6 +39,7 @@ from hvdkit.watchdog.events import (
 )
 from hvdkit.watchdog.hung_ranks import HungRanks
 from hvdkit.watchdog.job_end import JobEnd
+from hvdkit.watchdog.job_metrics import JobMetrics
 from hvdkit.watchdog.leaving import LEAVE_SECONDS, LeavingRanks
 from hvdkit.watchdog.left_behind import LeftBehind
 from hvdkit.watchdog.lines import Lines
@@ -77,6 +79,7 @@ class Coordinator:
         lines: writes lines for the user.
         hosts: display names of the ranks' hosts; by default the names that the hosts report.
         under_run: this is ``hvdkit run``, which writes the last line itself, and whose sentinels are not replaced.
+        metrics: gets what sentinels report, if the job serves metrics.
 
     Attributes:
         members: the ranks that have joined.
@@ -99,15 +102,19 @@ class Coordinator:
         lines: Lines,
         hosts: Mapping[int, str] | None = None,
         under_run: bool = False,
+        metrics: JobMetrics | None = None,
     ) -> None:
         self._size = size
         self.settings = settings
         self.server = Server(selector, listeners, token, size)
-        self._welcome = welcome or (lambda joined: settings.welcome(size))
+        self._welcome = welcome or (lambda joined: settings.welcome(size, measures=metrics is not None))
         self._output = output or (lambda rank, output: None)
         self._lines = lines
         self._under_run = under_run
         self._hosts = hosts or {}
+        self._metrics = metrics
+        if metrics is not None:
+            metrics.begin(size)
         self.members: dict[int, Member] = {}
         # Running ranks with a sentinel, in the order of their last messages.
         self._running: OrderedDict[int, Member] = OrderedDict()
@@ -182,6 +189,8 @@ class Coordinator:
             member.pid = before.pid
         self.members[joined.rank] = self._running[joined.rank] = member
         self._lost_ranks.discard(joined.rank)
+        if self._metrics is not None:
+            self._metrics.join(joined)
         return member
 
     def handle(self, member: Member, message: Message, now: float) -> None:
@@ -192,6 +201,9 @@ class Coordinator:
             self._running.move_to_end(member.rank)
         if isinstance(message, Status):
             self._handle_status(member, message, now)
+        elif isinstance(message, Measured):
+            if self._metrics is not None:
+                self._metrics.add(member.rank, message, now)
         elif isinstance(message, Training):
             if member.script_ended_at is not None:  # a second world of the same process
                 self._leaving.trains_again(member)
@@ -230,6 +242,8 @@ class Coordinator:
     def _handle_status(self, member: Member, status: Status, now: float) -> None:
         member.status = status
         member.status_at = now
+        if self._metrics is not None:
+            self._metrics.add_status(member.rank, status)
         member.clock_difference = min(member.clock_difference, now - status.now)
         self._silent.note(member)
         self._waits.replace(member.rank, member.waits, now)
@@ -278,6 +292,8 @@ class Coordinator:
         self._leaving.has_stopped(member)
         self._left_behind.has_stopped(member)
         self._silent.has_ended(member)
+        if self._metrics is not None:
+            self._metrics.end(member.rank)
 
     def _lose(self, member: Member, now: float, *, is_silent: bool) -> None:
         member.lost_at = now
@@ -401,6 +417,8 @@ class Coordinator:
         if verdict.code == 0 or (verdict.rank is None and not any(map(self._is_failure, self._all_events()))):
             return
         self.verdict = verdict
+        if self._metrics is not None:
+            self._metrics.fail(verdict)
         self._give_up_at = now + self.settings.unwind + _REPORT_END_SECONDS
         self._end.begin(verdict)
 

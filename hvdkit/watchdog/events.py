@@ -10,7 +10,7 @@ from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 from hvdkit.watchdog.flight_recorder import CollectiveRecord
 
-VERSION = 3
+VERSION = 4
 """Version of the whole set of messages. The coordinator checks it before it admits a sentinel."""
 
 
@@ -129,6 +129,39 @@ class Status(Message):
     has_raised: bool = False
     is_late: bool = False
     now: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured(Message):
+    """Measurements of the rank for metrics, sent with each :class:`Status` if :class:`Welcome` requests them.
+
+    Attributes:
+        step: steps trained, or None if they are not counted.
+        step_at: when the last one ended, by the host's monotonic clock in seconds.
+        examples: rows of a global batch, on average, or None.
+        loss: the last known loss, or None.
+        saved_step: the step of the last complete save of this process, or None.
+        saved_at: when it was complete, in seconds since 1970.
+        save_seconds: how long it took.
+        collectives: number of eager collectives so far.
+        nbytes: bytes that this rank has sent in them.
+        seconds: seconds that this rank has spent in them.
+        step_seconds: seconds of a step in which collectives of its graph ran, as last seen; None if there are none.
+        step_bytes: bytes that this rank sends in these.
+    """
+
+    step: int | None = None
+    step_at: float = 0.0
+    examples: float | None = None
+    loss: float | None = None
+    saved_step: int | None = None
+    saved_at: float = 0.0
+    save_seconds: float = 0.0
+    collectives: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    step_seconds: float | None = None
+    step_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,11 +334,13 @@ class Welcome(Message):
         heartbeat: seconds of silence after which a sentinel counts as lost.
         interval: seconds between two :class:`Status` messages.
         program: command, environment and terminal of the program to start; only from ``hvdkit run``.
+        measures: whether to send :class:`Measured`.
     """
 
     heartbeat: float
     interval: float
     program: dict[str, Any] | None = None
+    measures: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

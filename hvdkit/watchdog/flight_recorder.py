@@ -19,6 +19,8 @@ from itertools import product
 from types import CodeType
 from typing import NamedTuple
 
+from hvdkit.watchdog.training_notes import NotedTraining, TrainingNotes, read_notes
+
 SLOTS = 1000
 _SLOT_BYTES = 768
 _BEGIN = 4096
@@ -31,6 +33,7 @@ _THREAD, _STEP, _LAST, _COUNT, _WAIT, _SINCE, _IN_GRAPH, _PYTHON = range(8)
 # Number, steps trained, start and end (0: not yet) by the host's monotonic clock in seconds, bytes, length of the text.
 _SLOT = struct.Struct("QqddQQ")
 _END = 3
+_BYTES = 4
 # Bytes per field. Fields that the sentinel may read concurrently are written through a memoryview, which takes a single
 # instruction; ``struct.pack_into`` would write zeros first.
 _FIELD = 8
@@ -133,12 +136,14 @@ class FlightRecorder:
         graphs: names of the functions of TensorFlow that have collectives.
         callers: the user's code that called them when they were traced, and the lines of these calls.
         sampler: records the collectives that this rank's graphs have noted since its last call.
+        notes: what the training knows, for metrics.
     """
 
     def __init__(self) -> None:
         self.file = memory_file()
         os.ftruncate(self.file, _BEGIN + SLOTS * _SLOT_BYTES)
         self._memory = mmap.mmap(self.file, 0)
+        self.notes = TrainingNotes(self._memory)
         self._numbers = itertools.count(1)
         # The training and sampling threads both record. Reentrant, because a signal handler may interrupt the former.
         self._writing = threading.RLock()
@@ -161,6 +166,7 @@ class FlightRecorder:
         """Record the number of steps trained."""
         self.step = step
         self._signed[_STEP] = step
+        self.notes.at_step(step)
 
     def begin(
         self,
@@ -206,9 +212,12 @@ class FlightRecorder:
         """Record that the rank has left collective ``number``."""
         now = time.monotonic() if at is None else at
         start = (_BEGIN + (number - 1) % SLOTS * _SLOT_BYTES) // _FIELD
+        nbytes = 0
         if self._counts[start] == number:  # the slot has not been reused
             self._times[start + _END] = now
+            nbytes = self._counts[start + _BYTES]
         if eager:
+            self.notes.ended_collective(nbytes, now - self._times[_SINCE])
             self._set_waiting(0, now)
 
     @property
@@ -321,6 +330,10 @@ class FlightReader:
             in_graph=in_graph,
             python=python,
         )
+
+    def notes(self) -> NotedTraining:
+        """Return what the rank's training has noted."""
+        return read_notes(self._memory)
 
     def record(self, number: int) -> CollectiveRecord | None:
         """Return collective ``number``, or None if its slot has been reused or is being written."""

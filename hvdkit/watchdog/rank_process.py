@@ -9,8 +9,9 @@ import socket
 from hvdkit.machine import processes
 from hvdkit.watchdog.activity import MIN_CPU_FRACTION, Activity
 from hvdkit.watchdog.channel import Connection
-from hvdkit.watchdog.events import Exiting, Leaving, Status, Training
+from hvdkit.watchdog.events import Exiting, Leaving, Measured, Status, Training
 from hvdkit.watchdog.flight_recorder import CollectiveRecord, FlightReader, RecorderState
+from hvdkit.watchdog.rank_gauge import RankGauge
 
 # Seconds in a collective after which it is reported: another rank may wait for this one in another collective.
 _WAITED_SECONDS = 3.0
@@ -59,6 +60,7 @@ class RankProcess:
         self.raised_at: float | None = None
         self.has_ended = False
         self._reader: FlightReader | None = None
+        self._gauge: RankGauge | None = None
         self._status_pipe: int | None = None
         self._activity: Activity | None = None
 
@@ -67,6 +69,7 @@ class RankProcess:
         _, files, _, _ = socket.recv_fds(received, 1, 2)
         if len(files) == 2:
             self._reader = FlightReader(files[0])
+            self._gauge = RankGauge(self._reader)
             self._status_pipe = files[1]
             os.close(files[0])
 
@@ -190,6 +193,10 @@ class RankProcess:
             is_late=self.leaving is not None and idle > 0.0,
             now=now,
         )
+
+    def measured(self) -> Measured:
+        """Return the rank's measurements."""
+        return Measured() if self._gauge is None else self._gauge.take()
 
     def _waits_in_graph(self, state: RecorderState, now: float) -> list[CollectiveRecord]:
         """Return the collectives that are pending in the graph in which the training thread is, if it has waited."""

@@ -45,6 +45,7 @@ from hvdkit.watchdog.events import (
 )
 from hvdkit.watchdog.flight_recorder import FlightRecorder, memory_file, recorder
 from hvdkit.watchdog.lines import flush_streams
+from hvdkit.watchdog.metrics_server import METRICS, address_from_environment, url_of
 from hvdkit.watchdog.settings import EXIT, SOCKET_VARIABLE, WatchdogSettings, seconds
 from hvdkit.watchdog.uncaught import UncaughtErrors, ended_a_step, left_a_loop, with_cause_first
 
@@ -66,6 +67,7 @@ class Reporter:
         pid: PID of this process, to distinguish forked children, which are not ranks.
         uncaught: reports uncaught exceptions.
         doing: what this rank does while others wait for it, for reports; "" if unknown.
+        problem: why rank 0 cannot serve metrics, to be raised on all ranks, or None.
     """
 
     def __init__(self, recorder: FlightRecorder) -> None:
@@ -73,6 +75,8 @@ class Reporter:
         self.pid = os.getpid()
         self.uncaught = UncaughtErrors(self)
         self.doing = ""
+        self.problem: ValueError | None = None
+        self._metrics_listener: socket.socket | None = None
         self._socket: socket.socket | None = None
         self._sending = threading.RLock()  # reentrant: a signal handler may use hk.busy
         self._listeners: Sequence[socket.socket] = ()
@@ -110,6 +114,9 @@ class Reporter:
 
         Returns:
             In rank 0, the offer with which other ranks reach the coordinator, see :meth:`join`; otherwise "".
+
+        Raises:
+            ValueError: a setting is invalid.
         """
         self._rank = launched.rank
         self._closed = self._is_exiting = self._all_leave = False
@@ -121,7 +128,12 @@ class Reporter:
         self._exit_seconds = seconds(EXIT)
         self._patience = settings.patience
         self._under_run = self._under_run or self._adopt_sentinel()
-        if self._under_run or launched.size == 1 or not settings.heartbeat:
+        if self._under_run:
+            return ""
+        address = address_from_environment()
+        if launched.size == 1 or not settings.heartbeat:
+            if address is not None:
+                _LOGGER.warning("%s has no effect in a rank without watchdog: start it with hvdkit run", METRICS)
             return ""
         if self.is_watched:  # hk.init() failed, and was called again
             return self._offer
@@ -136,6 +148,11 @@ class Reporter:
         except OSError as error:
             _LOGGER.warning("watchdog: rank 0 cannot listen (%s): failures may not be noticed", error)
             return ""
+        self.problem = None
+        try:
+            self._metrics_listener = None if address is None else address.listen()
+        except ValueError as error:
+            self.problem = error
         self._start_sentinel(listeners)
         reached_at = tuple(addresses or reachable_addresses())
         self._offer = str(Offer(reached_at, listeners[0].getsockname()[1], os.urandom(16).hex()))
@@ -172,6 +189,8 @@ class Reporter:
                 chief_host=hosts[0],
                 speaks=rank == next(elsewhere, 1),
             )
+            if self._metrics_listener is not None:
+                _LOGGER.info("metrics: %s", url_of(self._metrics_listener))
         self._training = Training(pid=self.pid, waiters=sorted(waiters), step=self.recorder.step)
         self._send_state()
 
@@ -211,11 +230,13 @@ class Reporter:
         try:
             rank_end, sentinel_end = socket.socketpair()
             with sentinel_end:
-                files = [sentinel_end.fileno(), *(one.fileno() for one in listeners)]
+                metrics = -1 if self._metrics_listener is None else self._metrics_listener.fileno()
+                files = [sentinel_end.fileno(), metrics, *(one.fileno() for one in listeners)]
                 numbers = [self.pid, process.started if process is not None else 0, *files]
                 command = [python, "-IS", sentinel.PATH, "watch", *map(str, numbers)]
+                passed = [file for file in files if file >= 0]
                 nothing = subprocess.DEVNULL
-                self._child = subprocess.Popen(command, pass_fds=files, stdin=nothing, stdout=nothing)
+                self._child = subprocess.Popen(command, pass_fds=passed, stdin=nothing, stdout=nothing)
             self._serve_from(rank_end)
         except (OSError, RuntimeError) as error:  # Python 3.12+ cannot start threads while it exits
             _LOGGER.warning("watchdog: no sentinel can be started (%s): failures may not be noticed", error)
@@ -391,9 +412,15 @@ class Reporter:
         if self._socket is not None:
             os.close(self._socket.detach())
             self._socket = None
+        self._close_listeners()
+
+    def _close_listeners(self) -> None:
         for one in self._listeners:
             one.close()
         self._listeners = ()
+        if self._metrics_listener is not None:
+            self._metrics_listener.close()
+            self._metrics_listener = None
 
     # ---- the end ----------------------------------------------------------------------------------------------
 
@@ -464,9 +491,7 @@ class Reporter:
             self._socket = None
             with contextlib.suppress(OSError):  # the sentinel was faster
                 connected.shutdown(socket.SHUT_RDWR)
-        for one in self._listeners:
-            one.close()
-        self._listeners = ()
+        self._close_listeners()
         self._connect = None
         self._training = None
 

@@ -6,9 +6,10 @@ it, and it starts the rank's program::
     python -IS .../hvdkit/watchdog/sentinel.py run
 
 Without ``hvdkit run``, ``hk.init()`` starts it. The arguments are the PID and start time of the rank's process, and
-descriptors of a socket to the rank and, in rank 0, of the coordinator's listening sockets::
+descriptors of a socket to the rank and, in rank 0, of the listening sockets for metrics (-1: none) and of the
+coordinator::
 
-    python -IS .../hvdkit/watchdog/sentinel.py watch PID STARTED SOCKET [LISTENER ...]
+    python -IS .../hvdkit/watchdog/sentinel.py watch PID STARTED SOCKET METRICS [LISTENER ...]
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
         from hvdkit.watchdog.running import run
 
         return run()
-    pid, started, file, *listeners = map(int, rest)
+    pid, started, file, metrics, *listeners = map(int, rest)
     if os.fork():  # detach: the rank must not see this process as its child
         return 0
     os.setsid()
@@ -49,7 +50,8 @@ def main(arguments: Sequence[str]) -> int:
         from hvdkit.watchdog.coordinating import CoordinatingSentinel
 
         sockets = [socket.socket(fileno=listener) for listener in listeners]
-        return CoordinatingSentinel(pid, started, connected, sockets).run()
+        metrics_listener = None if metrics < 0 else socket.socket(fileno=metrics)
+        return CoordinatingSentinel(pid, started, connected, metrics_listener, sockets).run()
     from hvdkit.watchdog.watching import WatchingSentinel
 
     return WatchingSentinel(pid, started, connected).run()

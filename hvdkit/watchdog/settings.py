@@ -75,9 +75,9 @@ class WatchdogSettings:
         """
         return min(_LONGEST_CHECK_INTERVAL, self.heartbeat / 4) if self.heartbeat else _LONGEST_CHECK_INTERVAL
 
-    def welcome(self, size: int) -> Welcome:
-        """Return the answer to a sentinel that joins."""
-        return Welcome(heartbeat=self.heartbeat, interval=self.interval(size))
+    def welcome(self, size: int, *, measures: bool = False) -> Welcome:
+        """Return the answer to a sentinel that joins; with ``measures``, it sends measurements as well."""
+        return Welcome(heartbeat=self.heartbeat, interval=self.interval(size), measures=measures)
 
 
 def seconds(name: str) -> float:

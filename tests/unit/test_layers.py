@@ -18,6 +18,7 @@ PACKAGE = ROOT / "hvdkit"
 # From the top: a module may only import from rows below its own. Commands of users are above training code.
 LAYERS = [
     {"__main__", "__init__"},
+    {"ray"},
     {"commands"},
     {"compat"},
     {"callbacks"},

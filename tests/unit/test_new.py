@@ -18,13 +18,14 @@ from hvdkit.commands.new import New, new, project
 from hvdkit.commands.run.hosts import Host, read_hostfile
 
 PACKAGE = Path(hvdkit.__file__).parent
-FORMS, CLUSTERS = ("fit", "loop"), ("local", "ssh", "slurm", "kubernetes")
+FORMS, CLUSTERS = ("fit", "loop"), ("local", "ssh", "slurm", "kubernetes", "kubeflow")
 OF_ALL = {"train.py", "README.md", "Makefile", "requirements.txt", ".gitignore"}
 OF_CLUSTER = {
     "local": set(),
     "ssh": {"hosts", "launch/hosts.sh"},
     "slurm": {"launch/slurm.sbatch"},
     "kubernetes": {"launch/kubernetes.yaml"},
+    "kubeflow": {"launch/kubeflow-trainjob.yaml"},
 }
 
 
@@ -33,7 +34,7 @@ def files_of(folder):
 
 
 # The last test shows that a project is its form and the files of its cluster.
-@pytest.mark.parametrize(("form", "cluster"), [*zip(FORMS * 2, CLUSTERS, strict=True)])
+@pytest.mark.parametrize(("form", "cluster"), [*zip((*FORMS * 2, "fit"), CLUSTERS, strict=True)])
 def test_a_project_has_the_files_that_it_needs(tmp_path, form, cluster):
     folder = tmp_path / "my project v1.2"
     said = new(New(path=folder, form=form, cluster=cluster))
@@ -78,6 +79,9 @@ def test_the_files_of_clusters_are_valid(tmp_path):
     # test_launch_commands.py compares this manifest with what `hvdkit run --k8s` prints.
     launcher = job["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
     assert job["kind"] == "MPIJob" and launcher["command"][-2:] == ["python", "train.py"]
+    new(New(path=tmp_path / "jobs", cluster="kubeflow"))
+    file = tmp_path / "jobs" / "launch" / "kubeflow-trainjob.yaml"  # test_kubeflow.py checks it
+    assert [one["kind"] for one in yaml.safe_load_all(file.read_text())] == ["ClusterTrainingRuntime", "TrainJob"]
 
 
 def test_the_next_steps_quote_the_folder(tmp_path, monkeypatch, capsys):

@@ -38,6 +38,9 @@ WRONG = (
     (["-np", "2", "--slurm", "--", "python"], "--slurm: got no SLURM_JOB_NODELIST"),
     (["-np", "2", "--env", "NOT_SET_ANYWHERE", "--", "python"], "--env: got NOT_SET_ANYWHERE"),
     (["-np", "2", "--logs", "/dev/null/x", "--", "python"], "--logs: got /dev/null/x"),
+    (["-np", "2", "--metrics-port", "abc", "--", "python"], "--metrics-port: got abc, expected a port from 0 to 65535"),
+    (["-np", "2", "--metrics-port", "70000", "--", "python"], "--metrics-port: got 70000, expected a port"),
+    (["-np", "2", "--metrics-port", "192.0.2.1:0", "--", "python"], "--metrics-port: got 192.0.2.1:0 ("),
 )
 
 

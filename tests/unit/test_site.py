@@ -10,13 +10,13 @@ from pathlib import Path
 
 import yaml
 
-from hvdkit import callbacks, checkpoint, data, layers
+from hvdkit import callbacks, checkpoint, data, layers, ray
 from hvdkit.compat import horovod
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 SOURCES = sorted((ROOT / "hvdkit").rglob("*.py"))
-MODULES = (callbacks, checkpoint, data, layers)
+MODULES = (callbacks, checkpoint, data, layers, ray)
 ENTRIES = [name for page in DOCS.glob("api/*.md") for name in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE)]
 
 

@@ -15,9 +15,21 @@ from hvdkit.commands.options import output_errors
 from hvdkit.errors import describe
 
 _HERE = Path(__file__).parent
+Cluster = Literal["local", "ssh", "slurm", "kubernetes", "kubeflow"]
 # What each cluster adds: the files to copy, and where a job runs.
-_LAUNCH_FILES = {"local": (), "ssh": ("hosts.sh",), "slurm": ("slurm.sbatch",), "kubernetes": ("kubernetes.yaml",)}
-_PLACES = {"ssh": "on the hosts in the file `hosts`", "slurm": "under Slurm", "kubernetes": "on Kubernetes"}
+_LAUNCH_FILES: Mapping[Cluster, tuple[str, ...]] = {
+    "local": (),
+    "ssh": ("hosts.sh",),
+    "slurm": ("slurm.sbatch",),
+    "kubernetes": ("kubernetes.yaml",),
+    "kubeflow": ("kubeflow-trainjob.yaml",),
+}
+_PLACES = {
+    "ssh": "on the hosts in the file `hosts`",
+    "slurm": "under Slurm",
+    "kubernetes": "on Kubernetes",
+    "kubeflow": "with Kubeflow Trainer",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +50,8 @@ class New:
     """Folder of the project; created if it does not exist."""
     form: Literal["fit", "loop"] = "fit"
     """How train.py trains: with Keras's fit, or in a training loop."""
-    cluster: Literal["local", "ssh", "slurm", "kubernetes"] = "local"
-    """Where it will run, in addition to this machine."""
+    cluster: Cluster = "local"
+    """Where it will run, in addition to this machine: kubernetes with the MPI operator, kubeflow with Trainer."""
 
 
 def new(config: New) -> str:

@@ -27,4 +27,10 @@ with ``command.py``; ``attempt.py`` is the main loop. The modules:
     function_launcher.py  in a child process: starts the job as ``hvdkit run`` does
     function_transfer.py  transfers the function to the ranks, and their outcomes back
     function_rank.py      the program of each rank: calls the function
+
+``hk.ray.run`` calls it in the actors of a Ray cluster:
+
+    ray_cluster.py        in the caller's process: connects to the cluster, reserves resources
+    ray_job.py            a job in the reserved part of a cluster
+    ray_engine.py         the engine: starts a sentinel in each actor
 """

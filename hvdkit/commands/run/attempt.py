@@ -150,6 +150,8 @@ class Attempt:
         for rank in self._coordinator.members:
             self.output.ended(rank)
         verdict = self._judge()
+        if verdict.code and self.job.metrics is not None:
+            self.job.metrics.fail(verdict)
         if verdict.code and verdict.rank is None and not verdict.final:
             self._engine.write_held()
         return verdict
@@ -166,22 +168,23 @@ class Attempt:
             raise ClusterError(f"hvdkit run cannot listen at {at} ({error}); pass another --interface") from error
         offer = Offer(addresses, listeners[0].getsockname()[1], os.urandom(16).hex())
         settings = WatchdogSettings.from_environment(self._grace)
-        # Ranks fill one host after another, except that Slurm may place them differently.
-        filled = () if self.job.engine.name == "srun" else self.hosts
+        # Ranks fill one host after another, except that Slurm and Ray may place them differently.
+        filled = () if self.job.engine.name in ("srun", "ray") else self.hosts
         names = [host.name for host in filled for _ in range(host.slots)]
+        metrics = self.job.metrics
+        answer = settings.welcome(self._size, measures=metrics is not None)
         self._coordinator = Coordinator(
             self._size,
             settings,
             self._selector,
             listeners,
             offer.token,
-            welcome=lambda joined: replace(
-                settings.welcome(self._size), program=self.job.program(self.program, joined.rank)
-            ),
+            welcome=lambda joined: replace(answer, program=self.job.program(self.program, joined.rank)),
             output=self._write_output,
             lines=self.output,
             hosts=dict(enumerate(names)),
             under_run=True,
+            metrics=metrics,
         )
         return offer
 
@@ -190,7 +193,7 @@ class Attempt:
         job = self.job
         line = job.command_line(self.hosts, SENTINEL, self.network.interface, RUN_VARIABLE)
         environment = {**engine_environment(job.environment, job.names), RUN_VARIABLE: offer}
-        if job.engine.name == "gloo":
+        if job.sends_variables:
             for name in job.config.env:
                 environment.pop(name, None)
         return EngineProcess(job.engine.name, line, environment, self._selector, self.output)
@@ -330,11 +333,15 @@ class Attempt:
         if verdict.rank is not None:
             is_preempted = self._coordinator.notified and verdict.code == PREEMPTED
             # Python's exit code for an exception; before hk.init(), nothing reports which.
+            summary = verdict.summary
+            if name == "ray" and members[verdict.rank].lost_at is not None and engine.last_report:
+                step = "" if verdict.step is None else f" at step {verdict.step}"
+                summary = f"failed{step}: {engine.last_report}"
             is_unreported = verdict.code == 1 and members[verdict.rank].pid is None
             if is_unreported and (error := self.output.last_error(verdict.rank)):
                 is_alike = self._size > 1 and all(self.output.last_error(rank) == error for rank in range(self._size))
                 tail = f"{AS_EVERY_RANK if is_alike else ''}: {error}{tail}"
-            return replace(verdict, summary=verdict.summary + tail, final=is_preempted, flight=self._coordinator.flight)
+            return replace(verdict, summary=summary + tail, final=is_preempted, flight=self._coordinator.flight)
         summary = verdict.summary
         if not members:
             summary = f"{name} ended with exit code {engine.code} before any rank started"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hvdkit.commands.options import output_errors
 from hvdkit.commands.run import restarts
@@ -12,6 +13,8 @@ from hvdkit.commands.run.config import RunConfig
 from hvdkit.commands.run.job import Job, prepare, with_interpreter
 from hvdkit.commands.run.output import OutputWriter
 from hvdkit.commands.run.preflight import raise_problems
+from hvdkit.watchdog.job_metrics import JobMetrics
+from hvdkit.watchdog.metrics_server import MetricsServer, url_of
 from hvdkit.watchdog.verdict import Verdict
 
 # Arguments that engines interpret themselves: the separator of programs, and the end of options.
@@ -48,7 +51,7 @@ def start(job: Job, program: Sequence[str]) -> Verdict:
     """Start ``program`` on all ranks and wait for its end; return the verdict on the last attempt.
 
     Raises:
-        ValueError: the folder for logs cannot be written.
+        ValueError: the folder for logs cannot be written, or metrics cannot be served.
         ClusterError: a host fails the check, or a disk is full; nothing has been started.
     """
     config = job.config
@@ -57,7 +60,17 @@ def start(job: Job, program: Sequence[str]) -> Verdict:
         with output_errors("--logs", config.logs, "folder"):
             config.logs.mkdir(parents=True, exist_ok=True)
     output = OutputWriter({1: sys.stdout.buffer, 2: sys.stderr.buffer}, config.logs, config.output)
-    return restarts.run(job, program, output)
+    if (address := config.metrics_address) is None:
+        return restarts.run(job, program, output)
+    listener = address.listen()
+    output.line(f"hvdkit run: metrics: {url_of(listener)}")
+    metrics = JobMetrics()
+    server = MetricsServer(listener, metrics.text)
+    server.start()
+    try:
+        return restarts.run(replace(job, metrics=metrics), program, output)
+    finally:
+        server.close()
 
 
 def plain(program: Sequence[str]) -> list[str]:

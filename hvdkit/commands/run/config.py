@@ -13,6 +13,8 @@ from tyro.conf import UseAppendAction, arg
 from hvdkit.commands.options import UNSET
 from hvdkit.commands.run.output import Shown
 from hvdkit.errors import describe
+from hvdkit.machine.launcher import ALONE, launched_rank
+from hvdkit.watchdog.metrics_server import MetricsAddress, address_from_environment
 
 EngineKind = Literal["auto", "mpirun", "horovodrun", "gloo", "srun"]
 # The minimum of each number.
@@ -84,6 +86,9 @@ class RunConfig:
     """Seconds after which a host that has not answered counts as unreachable."""
     grace: float = 30.0
     """Seconds for ranks to save after SIGTERM or Ctrl-C before they are killed."""
+    metrics_port: Annotated[str | None, UNSET] = None
+    """Port of 127.0.0.1, or HOST:PORT, on which to serve metrics of the job to Prometheus; 0: a free port. Default:
+    HVDKIT_METRICS, otherwise none."""
     backoff: float = 1.0
     """Seconds before the first restart; doubled for each further restart, up to a minute."""
     image: Annotated[str | None, UNSET] = None
@@ -94,6 +99,13 @@ class RunConfig:
     """Ranks per pod, for --k8s; with --gpu each gets a GPU."""
     gpu: bool = False
     """Request a GPU for each rank, for --k8s."""
+
+    @property
+    def metrics_address(self) -> MetricsAddress | None:
+        """Where to serve metrics, or None. A job that a rank of another one starts does not inherit its address."""
+        if self.metrics_port is not None:
+            return MetricsAddress.parse("--metrics-port", self.metrics_port)
+        return address_from_environment() if launched_rank() is ALONE else None
 
     def __post_init__(self) -> None:
         if self.engine not in get_args(EngineKind):
@@ -118,6 +130,8 @@ class RunConfig:
                 shown = name.partition("=")[0] + "=..." if "=" in name else name
                 remedy = "export the variable, and pass its name only: values would be seen on the command line"
                 raise ValueError(describe("--env", shown, "the name of a variable", remedy))
+        if self.metrics_port is not None:
+            MetricsAddress.parse("--metrics-port", self.metrics_port)
         try:
             shlex.split(self.ssh_args)
         except ValueError as error:

@@ -32,6 +32,7 @@ class EngineProcess:
     Attributes:
         was_ended: True once :meth:`tick` has sent it a signal; its exit code is then unrelated to the job.
         last_line: the last line of its output that is not a ruler.
+        last_report: the last line of its standard output, on which the engine of Ray writes which actor has died.
 
     Raises:
         ValueError: the engine cannot be started.
@@ -50,6 +51,7 @@ class EngineProcess:
         self._output = output
         self.was_ended = False
         self.last_line = ""
+        self.last_report = ""
         self._temporary = Path(environment.get("TMPDIR") or "/tmp")
         self._deadlines: list[tuple[float, signal.Signals]] = []
         self._partial = {1: b"", 2: b""}
@@ -139,6 +141,7 @@ class EngineProcess:
         for line in lines:
             if line.strip(b" -*"):
                 self.last_line = line.decode(errors="replace").strip()
+                self.last_report = self.last_line if channel == 1 else self.last_report
         data = b"".join(b"[%b] %b\n" % (self._name.encode(), line) for line in lines)
         if hold:
             self._held += data

@@ -30,6 +30,9 @@ ENGINE_PREFIXES = (
     "SLURM_",
     "PBS_",
     "KUBERNETES_",
+    "RAY_AUTH",
+    "RAY_TLS",
+    "RAY_USE_TLS",
 )
 
 
@@ -38,7 +41,7 @@ class Engine:
     """An engine on this machine.
 
     Attributes:
-        name: mpirun, horovodrun (over MPI), gloo (horovodrun --gloo) or srun.
+        name: mpirun, horovodrun (over MPI), gloo (horovodrun --gloo), srun or ray.
         program: path of its program.
         mpi: the MPI that mpirun belongs to, or None if unknown.
         prefix: installation folder of that MPI, the same on every host.

@@ -18,6 +18,7 @@ from hvdkit.commands.run.command import start
 from hvdkit.commands.run.config import RunConfig
 from hvdkit.commands.run.function_transfer import FunctionServer
 from hvdkit.commands.run.job import prepare
+from hvdkit.commands.run.ray_job import RayReservation, on_ray
 from hvdkit.errors import HvdkitError
 from hvdkit.machine import processes
 from hvdkit.watchdog.verdict import Verdict
@@ -38,11 +39,15 @@ def launch(name: str, caller: str) -> None:
     if os.getppid() != int(caller):
         return
     folder = Path(name)
-    config: RunConfig = pickle.loads((folder / CONFIG).read_bytes())
+    config: RunConfig
+    reservation: RayReservation | None
+    config, reservation = pickle.loads((folder / CONFIG).read_bytes())
     program = [sys.executable, function_process.PATH, "rank"]
     end: Verdict | Exception
     try:
         job = prepare(config, program)
+        if reservation is not None:
+            job = on_ray(job, reservation)
         end = start(replace(job, function=FunctionServer(folder / CALL, folder)), program)
     except (ValueError, HvdkitError) as error:
         end = error

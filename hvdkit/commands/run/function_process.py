@@ -1,7 +1,8 @@
-"""Entry point of the processes of ``hk.run``: the launcher's, and those of the ranks.
+"""Entry point of the processes of ``hk.run``: the launcher's, those of the ranks, and the engine of ``hk.ray.run``.
 
     python .../hvdkit/commands/run/function_process.py launcher FOLDER PID
     python .../hvdkit/commands/run/function_process.py rank
+    python .../hvdkit/commands/run/function_process.py ray SPEC
 
 The file is named by its path, so that these processes find the hvdkit of the caller, also if it is not installed.
 """
@@ -25,6 +26,10 @@ def main() -> None:
         from hvdkit.commands.run.function_launcher import launch
 
         launch(*arguments)
+    elif kind == "ray":
+        from hvdkit.commands.run.ray_engine import run_engine
+
+        run_engine(*arguments)
     else:
         from hvdkit.commands.run.function_rank import call_function
 

@@ -95,11 +95,13 @@ class FunctionServer:
         self.variables: dict[str, str] = {}
 
     def open(self, addresses: Sequence[str], size: int) -> None:
-        """Listen at ``addresses`` for ``size`` ranks.
+        """Listen at ``addresses`` for ``size`` ranks. Outcomes of an earlier attempt are removed.
 
         Raises:
             OSError: listening failed.
         """
+        for rank in range(size):
+            outcome_file(self._folder, rank).unlink(missing_ok=True)
         listeners = listen(addresses)
         offer = Offer(tuple(addresses), listeners[0].getsockname()[1], os.urandom(16).hex())
         self.variables = {FUNCTION_VARIABLE: str(offer)}

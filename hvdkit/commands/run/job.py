@@ -32,6 +32,7 @@ from hvdkit.machine.cores import available_cores
 from hvdkit.machine.environment import outside_a_job
 from hvdkit.machine.gpus import gpu_device_files
 from hvdkit.machine.terminal import is_terminal
+from hvdkit.watchdog.job_metrics import JobMetrics
 from hvdkit.watchdog.settings import HEARTBEAT, seconds
 
 # Open MPI 4.1 writes two files of 4 MiB, and one per 4 MiB of the ranks' addresses; the file of secret.py is small.
@@ -50,6 +51,7 @@ class Job:
         names: environment variables to pass to ranks.
         environment: environment of this process, without variables of a job that it may belong to.
         function: serves the function of ``hk.run`` to the ranks, or None.
+        metrics: collects the metrics of all attempts, or None.
     """
 
     config: RunConfig
@@ -58,11 +60,17 @@ class Job:
     names: tuple[str, ...]
     environment: dict[str, str]
     function: FunctionServer | None = None
+    metrics: JobMetrics | None = None
 
     @property
     def by_slurm(self) -> bool:
         """True if Slurm instead of ssh starts processes on other hosts."""
         return self.config.slurm and self.engine.name in ("srun", "mpirun")
+
+    @property
+    def sends_variables(self) -> bool:
+        """True if sentinels send the variables of --env: horovodrun would put their values on a command line."""
+        return self.engine.name in ("gloo", "ray")
 
     def first_hosts(self) -> tuple[Host, ...]:
         """Return the hosts of the first attempt, with the number of ranks on each as slots."""
@@ -144,8 +152,7 @@ class Job:
 
     def program(self, command: Sequence[str], rank: int) -> dict[str, Any]:
         """Return the program for the sentinel of a rank: ``command``, its environment and its terminal."""
-        # Under Gloo, --env variables are sent this way: horovodrun would put their values on a command line.
-        added = {name: self.environment[name] for name in self.config.env} if self.engine.name == "gloo" else {}
+        added = {name: self.environment[name] for name in self.config.env} if self.sends_variables else {}
         added |= {} if self.function is None else self.function.variables
         added["PYTHONUNBUFFERED"] = self.environment.get("PYTHONUNBUFFERED", "1")
         added["GLIBC_TUNABLES"] = with_huge_pages(self.environment.get("GLIBC_TUNABLES", ""))

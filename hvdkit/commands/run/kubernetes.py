@@ -34,6 +34,7 @@ spec:
       restartPolicy: OnFailure
       template:
         spec:
+          terminationGracePeriodSeconds: 60  # more than the 30 s that hvdkit run gives ranks to save
           containers:
             - name: launcher
               image: {image}
@@ -79,6 +80,8 @@ def manifest(config: RunConfig, program: Sequence[str]) -> str:
         command += ["--max-restarts", str(config.max_restarts)]
     if config.min_np is not None:
         command += ["--min-np", str(config.min_np)]
+    if config.metrics_port is not None:
+        command += ["--metrics-port", config.metrics_port]
     limits = {"nvidia.com/gpu": config.slots_per_worker} if config.gpu else {"cpu": config.slots_per_worker}
     return _TEMPLATE.format(
         name=json.dumps(config.name),

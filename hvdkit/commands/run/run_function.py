@@ -23,6 +23,7 @@ from hvdkit.commands.run import function_launcher, function_process
 from hvdkit.commands.run.config import EngineKind, RunConfig
 from hvdkit.commands.run.function_transfer import FUNCTION_VARIABLE, FunctionCall, FunctionOutcome, outcome_file
 from hvdkit.commands.run.output import Shown
+from hvdkit.commands.run.ray_job import RayReservation
 from hvdkit.errors import ClusterError, HvdkitError, describe, integer, printable
 from hvdkit.machine.launcher import launched_rank
 from hvdkit.machine.terminal import on_terminal
@@ -87,15 +88,7 @@ def run(
         >>> hk.run(train, args=(10,), np=2)
         [0, 10]
     """
-    _check_outside_a_job()
-    if not callable(function):
-        raise TypeError(describe("function", function, "a function", "pass it without calling it: hk.run(train)"))
-    if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
-        raise TypeError(describe("args", args, "a tuple or list of arguments", "write args=(value,)"))
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise TypeError(describe("kwargs", kwargs, "a dict of arguments by name", 'write kwargs={"name": value}'))
-    pickled = _pickled(function, tuple(args), dict(kwargs or {}))
-    call = FunctionCall(pickled=pickled, path=list(sys.path), sources=_sources())
+    call = function_call("hk.run", function, args, kwargs)
     config = RunConfig(
         np=integer("np", np, minimum=1),
         hosts=hosts,
@@ -105,14 +98,46 @@ def run(
         output=output or ("merged" if on_terminal() else "all"),
         grace=grace,
     )
+    return [cast("_Result", result) for result in call_on_ranks("hk.run", call, config)]
+
+
+def function_call(caller: str, function: object, args: object, kwargs: object) -> FunctionCall:
+    """Return what the ranks call, for ``caller``: ``hk.run`` or ``hk.ray.run``.
+
+    Raises:
+        TypeError: an argument has the wrong type, or cannot be pickled.
+        ClusterError: this process is a rank of a job.
+    """
+    _check_outside_a_job(caller)
+    if not callable(function):
+        raise TypeError(describe("function", function, "a function", f"pass it without calling it: {caller}(train)"))
+    if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
+        raise TypeError(describe("args", args, "a tuple or list of arguments", "write args=(value,)"))
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(describe("kwargs", kwargs, "a dict of arguments by name", 'write kwargs={"name": value}'))
+    pickled = _pickled(function, tuple(args), dict(kwargs or {}))
+    return FunctionCall(pickled=pickled, path=list(sys.path), sources=_sources())
+
+
+def call_on_ranks(
+    caller: str, call: FunctionCall, config: RunConfig, reservation: RayReservation | None = None
+) -> list[object]:
+    """Start ranks that make a call, and return what it returned on each. For the errors, see :func:`run`.
+
+    Args:
+        caller: its name in messages.
+        call: what the ranks call.
+        config: the options of the job.
+        reservation: the part of a Ray cluster that runs the ranks; None: they are started as by ``hvdkit run``.
+    """
     folder = Path(tempfile.mkdtemp(prefix="hvdkit-function-"))  # only this user may read it
     try:
         with (folder / function_launcher.CALL).open("wb") as file:
             pickle.dump(call, file)
-        (folder / function_launcher.CONFIG).write_bytes(pickle.dumps(config))
+        (folder / function_launcher.CONFIG).write_bytes(pickle.dumps((config, reservation)))
         code = _launch(folder)
-        _raise_failure(folder, code)
-        return [cast("_Result", _result(folder, rank)) for rank in range(np)]
+        _raise_failure(caller, folder, code)
+        return [_result(caller, folder, rank) for rank in range(config.np or 0)]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -125,14 +150,12 @@ class RemoteTraceback(Exception):
         return f'on rank {rank} ({outcome.host}):\n"""\n{printable(outcome.traceback, keep=_KEPT)}\n"""'
 
 
-def _check_outside_a_job() -> None:
+def _check_outside_a_job(caller: str) -> None:
     launched = launched_rank()
     if launched.size > 1 or FUNCTION_VARIABLE in os.environ:
         got = f"a call on rank {launched.rank} of {launched.size}"
         expected = "a call outside of a job, because it starts one"
-        raise ClusterError(
-            describe("hk.run", got, expected, "start this program without a launcher, or remove the call")
-        )
+        raise ClusterError(describe(caller, got, expected, "start this program without a launcher, or remove the call"))
 
 
 def _pickled(function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> bytes:
@@ -249,12 +272,12 @@ def _write(stream: IO[str] | None, text: str) -> None:
     stream.flush()
 
 
-def _raise_failure(folder: Path, code: int) -> None:
+def _raise_failure(caller: str, folder: Path, code: int) -> None:
     """Raise the error with which the job ended, if it failed."""
     file = folder / function_launcher.VERDICT
     if not file.exists():
         raise HvdkitError(
-            f"hk.run: the process that starts the ranks ended with exit code {code}; see its output above"
+            f"{caller}: the process that starts the ranks ended with exit code {code}; see its output above"
         )
     end: Verdict | Exception = pickle.loads(file.read_bytes())
     if isinstance(end, Exception):
@@ -265,11 +288,11 @@ def _raise_failure(folder: Path, code: int) -> None:
         with outcome_file(folder, end.rank).open("rb") as stored:
             outcome: FunctionOutcome = pickle.load(stored)
             if outcome.traceback:
-                raise _exception(stored, end.rank, outcome) from RemoteTraceback(end.rank, outcome)
-    raise HvdkitError(f"hk.run: {end.line}")
+                raise _exception(caller, stored, end.rank, outcome) from RemoteTraceback(end.rank, outcome)
+    raise HvdkitError(f"{caller}: {end.line}")
 
 
-def _exception(stored: IO[bytes], rank: int, outcome: FunctionOutcome) -> Exception:
+def _exception(caller: str, stored: IO[bytes], rank: int, outcome: FunctionOutcome) -> Exception:
     """Return a rank's exception, or an HvdkitError with its message if it cannot be unpickled here."""
     why = "it cannot be pickled"
     if outcome.is_pickled:
@@ -282,7 +305,7 @@ def _exception(stored: IO[bytes], rank: int, outcome: FunctionOutcome) -> Except
                 return error
             why = f"unpickling it gives {type(error).__name__}"
     return HvdkitError(
-        f"hk.run: rank {rank} raised {outcome.kind}: {outcome.message}; shown as HvdkitError because {why}"
+        f"{caller}: rank {rank} raised {outcome.kind}: {outcome.message}; shown as HvdkitError because {why}"
     )
 
 
@@ -290,11 +313,11 @@ def _load(stored: IO[bytes]) -> object:
     return pickle.load(stored)
 
 
-def _result(folder: Path, rank: int) -> object:
+def _result(caller: str, folder: Path, rank: int) -> object:
     file = outcome_file(folder, rank)
     if not file.exists():
         raise HvdkitError(
-            f"hk.run: rank {rank} ended with exit code 0 before its function returned, e.g. by sys.exit()"
+            f"{caller}: rank {rank} ended with exit code 0 before its function returned, e.g. by sys.exit()"
         )
     with file.open("rb") as stored:
         outcome: FunctionOutcome = pickle.load(stored)
@@ -303,6 +326,6 @@ def _result(folder: Path, rank: int) -> object:
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             raise HvdkitError(
-                f"hk.run: the result of rank {rank}, of type {outcome.kind}, cannot be unpickled here ({why}); "
+                f"{caller}: the result of rank {rank}, of type {outcome.kind}, cannot be unpickled here ({why}); "
                 "return a value whose class this process can import, e.g. arrays or numbers"
             ) from error
