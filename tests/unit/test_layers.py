@@ -29,6 +29,7 @@ LAYERS = [
     {"layers"},
     {"optimizer"},
     {"sharding"},
+    {"compiling"},
     {"collectives"},
     {"cluster"},
     {"profiling"},

@@ -1,0 +1,237 @@
+"""``hk.compiled``: a training step whose computation is compiled by XLA, with its exchanges between ranks outside.
+
+Horovod has no XLA kernels, so the step is traced as usual, and the parts of its graph before, between and after the
+exchanges become programs. What XLA cannot compile with the same results runs as in the step that is not compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar, cast
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdkit import cluster
+from hvdkit.cluster.agreement import gather
+from hvdkit.cluster.logs import get_logger
+from hvdkit.compiling.programs import CompiledGraph
+from hvdkit.errors import describe
+
+Step = TypeVar("Step", bound=Callable[..., Any])
+MOST_SIGNATURES = 8
+_MOST_SHOWN = 4
+
+
+def compiled(step: Step) -> Step:
+    """Return a training step whose computation is compiled by XLA; also a decorator.
+
+    The results are those of the step without XLA, up to rounding, on any number of ranks. The step is traced like a
+    ``tf.function``, and what lies between its exchanges is compiled: usually one program for the forward and backward
+    pass, and one for the update. Exchanges, random numbers, lookups of rows by ids of the batch, assertions, and
+    everything for which XLA has no kernel run outside. A program that XLA cannot compile runs uncompiled, on all ranks.
+    The chief logs what was compiled, and what was not with the reason.
+
+    XLA compiles for fixed shapes, so the step is compiled for each of the first 8 combinations of its arguments'
+    shapes. For more, only what does not depend on them is compiled.
+
+    Args:
+        step: a function of tensors, arrays and Python values, or a ``tf.function``. Like a ``tf.function``, it is
+            traced for each value of an argument that is neither tensor nor array. Every rank calls it; shapes may
+            differ between ranks.
+
+    Returns:
+        A function with the arguments of ``step`` that returns what a ``tf.function`` would.
+
+    Raises:
+        TypeError: ``step`` is not callable.
+        Exception: at the first call, what ``step`` raises while it is traced.
+
+    Examples:
+        >>> import keras
+        >>> import tensorflow as tf
+        >>> import hvdkit as hk
+        >>> cluster = hk.init()
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+        >>> optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(0.1))
+        >>> @hk.compiled
+        ... def train_step(x, y):
+        ...     with tf.GradientTape() as tape:
+        ...         loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
+        ...     optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        ...     return loss
+        >>> x, y = tf.ones([8, 4]), tf.ones([8, 1])  # this rank's rows
+        >>> [round(float(train_step(x, y)), 3) for _ in range(3)]
+        [1.0, 0.0, 0.0]
+    """
+    if not callable(step):
+        got = type(step).__name__
+        raise TypeError(describe("step", got, "a function", "write @hk.compiled above the step, or hk.compiled(step)"))
+    run = CompiledStep(step)
+
+    @functools.wraps(step)
+    def compiled_step(*args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    return cast("Step", compiled_step)
+
+
+class CompiledStep:
+    """A step with one graph for each signature of its arguments.
+
+    Args:
+        step: a function, or a ``tf.function``.
+        autograph: whether to convert Python's control flow, for a plain function.
+
+    Attributes:
+        signatures: number of combinations of shapes for which the step was compiled.
+        programs: number of programs in these.
+        seconds: spent on tracing and compiling, the first run of each graph included.
+    """
+
+    def __init__(self, step: Callable[..., Any], *, autograph: bool = True) -> None:
+        is_function = isinstance(step, tf.types.experimental.PolymorphicFunction)
+        self._step = step.python_function if is_function else step
+        self._autograph = step._autograph if is_function else autograph
+        self._name = getattr(self._step, "__name__", "step")
+        self._graphs: dict[Hashable, _Graph] = {}
+        self._relaxed: dict[Hashable, _Graph] = {}
+        self._shapes: dict[Hashable, list[tf.TensorShape]] = {}
+        self._levels: set[int] | None = None  # those that all ranks compile; None before the first call
+        self.signatures = 0
+        self.programs = 0
+        self.seconds = 0.0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step."""
+        key = _signature((args, kwargs))
+        leaves = tf.nest.flatten((args, kwargs), expand_composites=True)
+        tensors = [tf.convert_to_tensor(leaf) for leaf in leaves if _is_tensor(leaf)]
+        graph = self._graphs.get(key)
+        if graph is None:
+            return self._first_call(key, args, kwargs, tensors)
+        return graph(tensors)
+
+    def _first_call(self, key: Hashable, args: Any, kwargs: Any, tensors: list[tf.Tensor]) -> Any:
+        """Run the step with a new signature."""
+        began = time.monotonic()
+        specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
+        if self.signatures < MOST_SIGNATURES:
+            graph = self._trace(args, kwargs, specs)
+            self._graphs[key] = graph
+            self.signatures += 1
+        else:
+            graph = self._relaxed_graph(args, kwargs, specs)
+        result = graph(tensors)
+        self.seconds += time.monotonic() - began
+        return result
+
+    def _relaxed_graph(self, args: Any, kwargs: Any, specs: list[tf.TensorSpec]) -> _Graph:
+        """Return a graph for arguments of many shapes."""
+        key = _signature((args, kwargs), shapes=False)
+        if key not in self._relaxed:
+            get_logger().info(
+                "hk.compiled: %s: more than %d combinations of shapes: what depends on them runs uncompiled for others",
+                self._name,
+                MOST_SIGNATURES,
+            )
+            relaxed = [tf.TensorSpec([None] * spec.shape.rank, spec.dtype) for spec in specs]
+            self._relaxed[key] = self._trace(args, kwargs, relaxed)
+        return self._relaxed[key]
+
+    def _trace(self, args: Any, kwargs: Any, specs: Sequence[tf.TensorSpec]) -> _Graph:
+        """Trace the step; have XLA check its programs."""
+        step = self._step
+        leaves = tf.nest.flatten((args, kwargs), expand_composites=True)
+        places = [place for place, leaf in enumerate(leaves) if _is_tensor(leaf)]
+
+        def flat(*tensors: tf.Tensor) -> Any:
+            given = list(leaves)
+            for place, tensor in zip(places, tensors):  # noqa: B905  # AutoGraph does not know strict
+                given[place] = tensor
+            positional, named = tf.nest.pack_sequence_as((args, kwargs), given, expand_composites=True)
+            return step(*positional, **named)
+
+        flat.__name__ = self._name  # by which ranks match their exchanges
+        concrete = tf.function(flat, autograph=self._autograph).get_concrete_function(*specs)
+        with tf.init_scope():
+            graph = CompiledGraph(concrete)
+            self._agree(graph)
+        self.programs += len(graph.programs)
+        return _Graph(graph, concrete)
+
+    def _agree(self, graph: CompiledGraph) -> None:
+        """Keep the programs that all ranks can compile. Later shapes, which may differ by rank, have the same ones."""
+        mine = {level: program.digest for level, program in graph.programs.items()}
+        if self._levels is None:
+            ranks = [mine]
+            if graph.partition.has_exchange:
+                ranks = gather(cluster.exchange(), f"hk.compiled({self._name})", lambda: mine)
+            # What follows an exchange has to give equal results on all ranks: replicas would drift apart.
+            first = min(graph.partition.levels_of_exchanges, default=0)
+            self._levels = {
+                level
+                for level, digest in mine.items()
+                if all(level in each and (level < first or each[level] == digest) for each in ranks)
+            }
+            self._report(graph)
+        graph.keep(self._levels)
+
+    def _report(self, graph: CompiledGraph) -> None:
+        """Log on the chief what is compiled, and what is not."""
+        if not cluster.is_chief():
+            return
+        levels = self._levels or set()
+        parts = graph.partition.parts
+        inside = sum(len(part.operations) for part in parts if part.level in levels)
+        total = sum(len(part.operations) for part in parts)
+        refused = [f"a program: {reason}" for reason in graph.refused.values()]
+        refused += ["a program: not on another rank"] * len(set(graph.programs) - levels)
+        kept = [*refused, *graph.partition.outside]
+        shown = "; ".join(kept[:_MOST_SHOWN]) + (f"; and {len(kept) - _MOST_SHOWN} more" * (len(kept) > _MOST_SHOWN))
+        number = f"{len(levels)} program{'s' * (len(levels) != 1)}"
+        text = f"XLA compiles {inside:,} of {total:,} operations, in {number}" if levels else "XLA compiles nothing"
+        get_logger().info("%s: %s%s", self._name, text, f"; not compiled: {shown}" if shown else "")
+
+
+class _Graph:
+    """A traced step that can be called.
+
+    Args:
+        graph: the step's graph, with its programs.
+        concrete: the traced step, kept for what its graph captures.
+    """
+
+    def __init__(self, graph: CompiledGraph, concrete: Any) -> None:
+        self._concrete = concrete
+        self._emit = graph.emit
+        self._function = tf.function(lambda *tensors: graph.emit(tensors), autograph=False)
+
+    def __call__(self, tensors: list[tf.Tensor]) -> Any:
+        return self._emit(tensors) if tf.inside_function() else self._function(*tensors)
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, (tf.Tensor, np.ndarray, np.generic))
+
+
+def _signature(x: Any, *, shapes: bool = True) -> Hashable:
+    """Return the shapes and dtypes of tensors in ``x``, and its structure and other values."""
+    if isinstance(x, (tf.Tensor, np.ndarray, np.generic)):
+        return (tf.as_dtype(x.dtype), tuple(x.shape) if shapes else len(x.shape))
+    if isinstance(x, dict):
+        return tuple((key, _signature(value, shapes=shapes)) for key, value in x.items())
+    if isinstance(x, (list, tuple)):
+        return (type(x), *(_signature(value, shapes=shapes) for value in x))
+    if isinstance(x, (tf.Variable, keras.Variable)):
+        return id(x)
+    if isinstance(x, tf.__internal__.CompositeTensor):
+        return tuple(_signature(part, shapes=shapes) for part in tf.nest.flatten(x, expand_composites=True))
+    try:
+        hash(x)
+    except TypeError:
+        return id(x)
+    return (type(x), x)

@@ -1,0 +1,152 @@
+"""The graph of a step with its programs for XLA, which is copied into the graph of a function that runs it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import tensorflow as tf
+
+from hvdkit.cluster.logs import get_logger
+from hvdkit.compiling.partition import Part, Partition
+from hvdkit.compiling.rebuilding import Copies, is_derived
+
+_NAMES = re.compile(r", metadata=\{[^}]*\}|^HloModule [^,\n]*", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A part of a graph that XLA compiles.
+
+    Attributes:
+        inputs: tensors of the graph that it takes.
+        outputs: tensors of the graph that others take.
+        function: computes copies of ``outputs`` from copies of ``inputs``.
+        digest: of what it computes; equal programs give equal results, to the last bit.
+    """
+
+    inputs: list[tf.Tensor]
+    outputs: list[tf.Tensor]
+    function: Callable[..., Any]
+    digest: str = ""
+
+
+class CompiledGraph:
+    """A traced step, in which parts are programs for XLA.
+
+    Args:
+        concrete: the traced step; takes tensors only.
+
+    Attributes:
+        partition: the parts of the graph.
+        programs: the programs, by the level of their part.
+        refused: why parts that are worth a program cannot be compiled, by level.
+    """
+
+    def __init__(self, concrete: Any) -> None:
+        self._graph = concrete.graph
+        self._structure = concrete.graph.structured_outputs
+        self._arguments = self._graph.inputs[: len(self._graph.inputs) - len(self._graph.captures)]
+        self.partition = Partition(self._graph)
+        self.programs: dict[int, Program] = {}
+        self.refused: dict[int, str] = {}
+        if self._graph.deferred_external_captures:
+            self.refused[0] = "values that are captured at each call"
+            return
+        users = _users(self.partition.parts, self._graph.outputs)
+        for part in self.partition.parts:
+            if part.is_program:
+                self._compile(part, users)
+
+    def _compile(self, part: Part, users: dict[int, set[int]]) -> None:
+        program = self._program(part, users)
+        specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in program.inputs]
+        if not all(spec.shape.is_fully_defined() for spec in specs):
+            self.refused[part.level] = "shapes that are unknown before the step runs"
+            return
+        try:
+            text = program.function.experimental_get_compiler_ir(*specs)(stage="hlo")  # type: ignore[attr-defined]
+        except Exception as error:
+            get_logger().debug("XLA: %s", error)
+            self.refused[part.level] = _first_sentence(error)
+            return
+        self.programs[part.level] = replace(program, digest=_digest(text))
+
+    def _program(self, part: Part, users: dict[int, set[int]]) -> Program:
+        graph = self._graph
+        mine = set(part.operations)
+        inputs: dict[int, tf.Tensor] = {}
+        captured = {id(inner) for _, inner in graph.captures}
+        for op in part.operations:
+            for tensor in op.inputs:
+                is_given = tensor.op in mine or tensor.op.type == "Const" or id(tensor) in captured
+                if not (is_given or is_derived(tensor)):
+                    inputs[id(tensor)] = tensor
+        outputs = [
+            tensor for op in part.operations for tensor in op.outputs if users.get(id(tensor), set()) - {part.level}
+        ]
+
+        def program(*tensors: tf.Tensor) -> list[tf.Tensor]:
+            copies = Copies(graph, zip(inputs.values(), tensors, strict=True), compiled=True)
+            for op in part.operations:
+                copies.copy(op)
+            return [copies[tensor] for tensor in outputs]
+
+        return Program(list(inputs.values()), outputs, tf.function(program, jit_compile=True, autograph=False))
+
+    def keep(self, levels: set[int]) -> None:
+        """Keep the programs of some levels only."""
+        self.programs = {level: program for level, program in self.programs.items() if level in levels}
+
+    def emit(self, tensors: Sequence[tf.Tensor]) -> Any:
+        """Copy the graph into the one that is being traced; return the results.
+
+        Args:
+            tensors: the arguments.
+        """
+        copies = Copies(self._graph, zip(self._arguments, tensors, strict=True), compiled=False)
+        for part in self.partition.parts:
+            program = self.programs.get(part.level)
+            if program is None:
+                for op in part.operations:
+                    copies.copy(op)
+                continue
+            with tf.control_dependencies(copies.controls(part.operations)):
+                results = program.function(*(copies[tensor] for tensor in program.inputs))
+            copies.add(program.outputs, results)
+            copies.stand_for(part.operations, _last_call())
+        return tf.nest.map_structure(
+            lambda leaf: copies[leaf] if isinstance(leaf, tf.Tensor) else leaf, self._structure, expand_composites=True
+        )
+
+
+def _last_call() -> tf.Operation:
+    """Return the operation that has called the last function in the graph that is being traced."""
+    operations = tf.compat.v1.get_default_graph().get_operations()
+    return next(op for op in reversed(operations) if op.type in ("PartitionedCall", "StatefulPartitionedCall"))
+
+
+def _users(parts: Sequence[Part], outputs: Sequence[tf.Tensor]) -> dict[int, set[int]]:
+    """Return the levels that use a tensor, by its id; None stands for the results."""
+    users: dict[int, set[Any]] = {}
+    for part in parts:
+        for op in part.operations:
+            for tensor in op.inputs:
+                users.setdefault(id(tensor), set()).add(part.level)
+    for tensor in outputs:
+        users.setdefault(id(tensor), set()).add(None)
+    return users
+
+
+def _first_sentence(error: Exception) -> str:
+    """Return the beginning of an error's message."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:300]
+
+
+def _digest(program: str) -> str:
+    """Return a digest of a program's text without the names and source lines of its operations."""
+    return hashlib.sha256(_NAMES.sub("", program).encode()).hexdigest()
