@@ -30,6 +30,8 @@ from hvdkit.compiling.operations import (
 _LEAST_OPERATIONS = 24  # of a program without a heavy one
 _BEFORE = -1
 _SOURCES = ("Placeholder", "Const")
+# Operations next to an exchange, which record it and keep it in the graph.
+_OF_EXCHANGES = ("Assert", "RandomUniform", "Timestamp", "VarHandleOp", "AssignVariableOp", "PyFuncStateless")
 
 
 @dataclass(eq=False)
@@ -165,7 +167,7 @@ def _summary(reasons: dict[tf.Operation, str]) -> list[str]:
     """Return what to tell users: for each kind of operation the first one's name and the reason."""
     shown: dict[str, str] = {}
     for op, reason in reasons.items():
-        is_own = "hvdkit" in op.name or op.type in ("Assert", "RandomUniform", "NoOp") or is_collective(op.type)
-        if not is_own and op.type not in shown:
+        is_of_hvdkit = op.type in _OF_EXCHANGES or is_collective(op.type)
+        if not is_of_hvdkit and op.type not in shown:
             shown[op.type] = f"{op.type} {op.name!r} ({reason})"
     return list(shown.values())

@@ -63,12 +63,13 @@ class CompiledGraph:
 
     def _compile(self, part: Part, users: dict[int, set[int]]) -> None:
         program = self._program(part, users)
-        specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in program.inputs]
-        if not all(spec.shape.is_fully_defined() for spec in specs):
+        if not all(tensor.shape.is_fully_defined() and tensor.dtype != tf.variant for tensor in program.inputs):
             self.refused[part.level] = "shapes that are unknown before the step runs"
             return
         try:
-            text = program.function.experimental_get_compiler_ir(*specs)(stage="hlo")  # type: ignore[attr-defined]
+            # With specs instead of tensors, TensorFlow 2.21 crashes if a program also captures variables.
+            examples = [tf.zeros(tensor.shape, tensor.dtype) for tensor in program.inputs]
+            text = program.function.experimental_get_compiler_ir(*examples)(stage="hlo")  # type: ignore[attr-defined]
         except Exception as error:
             get_logger().debug("XLA: %s", error)
             self.refused[part.level] = _first_sentence(error)
