@@ -105,7 +105,7 @@ def reason_outside(op: tf.Operation, library: Library) -> str | None:
     reason = _reason_of_node(node.op, node.attr)
     if reason is None and any(tensor.dtype == tf.string for tensor in (*op.inputs, *op.outputs)):
         reason = "strings"
-    if reason is None and any(tensor.dtype == tf.resource and tensor.op.type != "Placeholder" for tensor in op.inputs):
+    if reason is None and any(tensor.op.type == "VarHandleOp" for tensor in op.inputs):
         reason = "a handle of a variable that the step looks up"
     if reason is None and node.op in _BRANCHES and not all(map(_is_fixed, op.outputs)):
         reason = "branches of different shapes"

@@ -14,7 +14,7 @@ from hvdkit.cluster.logs import get_logger
 from hvdkit.compiling.partition import Part, Partition
 from hvdkit.compiling.rebuilding import Copies, is_derived
 
-_NAMES = re.compile(r", metadata=\{[^}]*\}|^HloModule [^,\n]*", re.MULTILINE)
+_NAMES = re.compile(r", metadata=\{[^}]*\}|^HloModule [^,\n]*|a_inference_\w*", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,10 @@ class CompiledGraph:
 
     def _compile(self, part: Part, users: dict[int, set[int]]) -> None:
         program = self._program(part, users)
-        if not all(tensor.shape.is_fully_defined() and tensor.dtype != tf.variant for tensor in program.inputs):
+        if any(tensor.dtype in (tf.variant, tf.resource) for tensor in (*program.inputs, *program.outputs)):
+            self.refused[part.level] = "a list of tensors, such as a TensorArray, which is also used outside"
+            return
+        if not all(tensor.shape.is_fully_defined() for tensor in program.inputs):
             self.refused[part.level] = "shapes that are unknown before the step runs"
             return
         try:

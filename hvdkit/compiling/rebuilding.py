@@ -110,7 +110,7 @@ def is_derived(tensor: tf.Tensor) -> bool:
     seen: set[tf.Operation] = set()
     while pending:
         op = pending.pop()
-        if op in seen or op.type in ("Const", "VariableShape"):
+        if op in seen or op.type == "Const" or (op.type == "VariableShape" and _shape_of(op.inputs[0]) is not None):
             continue
         seen.add(op)
         if not op.inputs or op.op_def.is_stateful or len(seen) > _MOST_DERIVED:

@@ -19,6 +19,7 @@ from hvdkit.errors import ClusterError, HvdkitError, describe
 from hvdkit.keras.atomic_saving import make_saving_atomic
 from hvdkit.keras.attribute_swap import exchange_attributes, swap_attributes
 from hvdkit.keras.chief_variables import VariableBroadcaster, build_before_tracing
+from hvdkit.keras.compiled_functions import makers_of
 from hvdkit.keras.data_end import report_end_of_data
 from hvdkit.keras.function_comparison import FunctionComparison
 from hvdkit.keras.losses import check_loss
@@ -208,13 +209,10 @@ class FitSession:
             "predict_step": steps.wrap_predict(self._wrap_step(model.predict_step)),
             "reset_metrics": self._reset_metrics(model.reset_metrics),
             "_get_metrics_result_or_logs": self._metrics_at_end,
+            **makers_of(model),
             **self._functions,
         }
         attributes = self._plain_methods()
-        if cluster.size() > 1 and model.jit_compile:
-            attributes["_jit_compile"] = False
-            if cluster.is_chief() and not any(self._functions.values()):
-                get_logger().info("jit_compile: switched off for the model's steps: Horovod has no XLA kernels")
         optimizers = optimizers_of(model)
         with swap_attributes(model, **attributes), following_originals(model), checked(optimizers), self._active():
             self._is_running = True
