@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from keras.src.utils.python_utils import pythonify_logs as pythonify_logs
     from tensorflow.python.eager import context as context
     from tensorflow.python.eager import record as record
-    from tensorflow.python.framework.kernels import get_registered_kernels_for_op as registered_kernels
     from tensorflow.python.framework.config import is_op_determinism_enabled as is_op_determinism_enabled
+    from tensorflow.python.framework.kernels import get_registered_kernels_for_op as get_registered_kernels_for_op
     from tensorflow.python.ops import control_flow_util as control_flow_util
     from tensorflow.python.ops import control_flow_v2_func_graphs as control_flow_v2_func_graphs
     from tensorflow.python.ops import handle_data_util as handle_data_util
@@ -76,7 +76,7 @@ _HOMES: Mapping[str, _Home] = {
         "tensorflow.python.framework.config", "is_op_determinism_enabled", "the public API can only switch it on"
     ),
     "record": _Home("tensorflow.python.eager.record", None, "pauses all tapes, not only one that the caller holds"),
-    "registered_kernels": _Home(
+    "get_registered_kernels_for_op": _Home(
         "tensorflow.python.framework.kernels", "get_registered_kernels_for_op", "the operations that XLA compiles"
     ),
     "tf_stack": _Home("tensorflow.python.util.tf_stack", None, "the source line that an op gets, at the cost of an op"),

@@ -18,12 +18,16 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.cluster.agreement import gather
 from hvdkit.cluster.logs import get_logger
-from hvdkit.compiling.programs import CompiledGraph
+from hvdkit.collectives.conversion import graph_safe
+from hvdkit.compiling.operations import is_collective
+from hvdkit.compiling.programs import CompiledGraph, first_line
 from hvdkit.errors import describe
+from hvdkit.internals import ResourceVariable
 
 Step = TypeVar("Step", bound=Callable[..., Any])
 MOST_SIGNATURES = 8
 _MOST_SHOWN = 4
+_OF_VARIABLES = ("trainable", "name", "dtype", "constraint", "synchronization", "aggregation", "shape")
 
 
 def compiled(step: Step) -> Step:
@@ -73,6 +77,7 @@ def compiled(step: Step) -> Step:
     run = CompiledStep(step)
 
     @functools.wraps(step)
+    @graph_safe
     def compiled_step(*args: Any, **kwargs: Any) -> Any:
         return run(*args, **kwargs)
 
@@ -85,6 +90,7 @@ class CompiledStep:
     Args:
         step: a function, or a ``tf.function``.
         autograph: whether to convert Python's control flow, for a plain function.
+        label: the step's name in log lines.
 
     Attributes:
         signatures: number of combinations of shapes for which the step was compiled.
@@ -92,11 +98,11 @@ class CompiledStep:
         seconds: spent on tracing and compiling, the first run of each graph included.
     """
 
-    def __init__(self, step: Callable[..., Any], *, autograph: bool = True) -> None:
-        is_function = isinstance(step, tf.types.experimental.PolymorphicFunction)
-        self._step = step.python_function if is_function else step
-        self._autograph = step._autograph if is_function else autograph
+    def __init__(self, step: Callable[..., Any], *, autograph: bool = True, label: str = "") -> None:
+        self._step: Callable[..., Any] = getattr(step, "python_function", step)  # of a tf.function
+        self._autograph: bool = getattr(step, "_autograph", autograph)
         self._name = getattr(self._step, "__name__", "step")
+        self._label = label or f"hk.compiled: {self._name}"
         self._graphs: dict[Hashable, _Graph] = {}
         self._relaxed: dict[Hashable, _Graph] = {}
         self._shapes: dict[Hashable, list[tf.TensorShape]] = {}
@@ -134,8 +140,8 @@ class CompiledStep:
         key = _signature((args, kwargs), shapes=False)
         if key not in self._relaxed:
             get_logger().info(
-                "hk.compiled: %s: more than %d combinations of shapes: what depends on them runs uncompiled for others",
-                self._name,
+                "%s: more than %d combinations of shapes: for others, what depends on them runs uncompiled",
+                self._label,
                 MOST_SIGNATURES,
             )
             relaxed = [tf.TensorSpec([None] * spec.shape.rank, spec.dtype) for spec in specs]
@@ -153,25 +159,26 @@ class CompiledStep:
             for place, tensor in zip(places, tensors):  # noqa: B905  # AutoGraph does not know strict
                 given[place] = tensor
             positional, named = tf.nest.pack_sequence_as((args, kwargs), given, expand_composites=True)
-            return step(*positional, **named)
+            with tf.variable_creator_scope(_create_now):
+                return step(*positional, **named)
 
         flat.__name__ = self._name  # by which ranks match their exchanges
         concrete = tf.function(flat, autograph=self._autograph).get_concrete_function(*specs)
         with tf.init_scope():
-            graph = CompiledGraph(concrete)
+            graph = _Graph(concrete, specs)
             self._agree(graph)
         self.programs += len(graph.programs)
-        return _Graph(graph, concrete)
+        return graph
 
-    def _agree(self, graph: CompiledGraph) -> None:
+    def _agree(self, graph: _Graph) -> None:
         """Keep the programs that all ranks can compile. Later shapes, which may differ by rank, have the same ones."""
-        mine = {level: program.digest for level, program in graph.programs.items()}
+        mine = graph.programs
         if self._levels is None:
             ranks = [mine]
-            if graph.partition.has_exchange:
-                ranks = gather(cluster.exchange(), f"hk.compiled({self._name})", lambda: mine)
+            if graph.has_exchange:
+                ranks = gather(cluster.exchange(), self._label, lambda: mine)
             # What follows an exchange has to give equal results on all ranks: replicas would drift apart.
-            first = min(graph.partition.levels_of_exchanges, default=0)
+            first = graph.first_exchange
             self._levels = {
                 level
                 for level, digest in mine.items()
@@ -180,38 +187,104 @@ class CompiledStep:
             self._report(graph)
         graph.keep(self._levels)
 
-    def _report(self, graph: CompiledGraph) -> None:
+    def _report(self, graph: _Graph) -> None:
         """Log on the chief what is compiled, and what is not."""
         if not cluster.is_chief():
             return
         levels = self._levels or set()
-        parts = graph.partition.parts
-        inside = sum(len(part.operations) for part in parts if part.level in levels)
-        total = sum(len(part.operations) for part in parts)
-        refused = [f"a program: {reason}" for reason in graph.refused.values()]
-        refused += ["a program: not on another rank"] * len(set(graph.programs) - levels)
-        kept = [*refused, *graph.partition.outside]
+        kept = [*graph.refused, *["a program: another rank cannot compile it"] * len(graph.programs.keys() - levels)]
+        kept += graph.outside
         shown = "; ".join(kept[:_MOST_SHOWN]) + (f"; and {len(kept) - _MOST_SHOWN} more" * (len(kept) > _MOST_SHOWN))
+        inside, total = graph.operations(levels)
         number = f"{len(levels)} program{'s' * (len(levels) != 1)}"
         text = f"XLA compiles {inside:,} of {total:,} operations, in {number}" if levels else "XLA compiles nothing"
-        get_logger().info("%s: %s%s", self._name, text, f"; not compiled: {shown}" if shown else "")
+        get_logger().info("%s: %s%s", self._label, text, f"; not compiled: {shown}" if shown else "")
 
 
 class _Graph:
     """A traced step that can be called.
 
     Args:
-        graph: the step's graph, with its programs.
-        concrete: the traced step, kept for what its graph captures.
+        concrete: the traced step; takes tensors only.
+        specs: of these tensors.
+
+    Attributes:
+        refused: why it, or parts of it, cannot be compiled.
     """
 
-    def __init__(self, graph: CompiledGraph, concrete: Any) -> None:
+    def __init__(self, concrete: Any, specs: Sequence[tf.TensorSpec]) -> None:
         self._concrete = concrete
-        self._emit = graph.emit
-        self._function = tf.function(lambda *tensors: graph.emit(tensors), autograph=False)
+        self._specs = specs
+        self._compiled: CompiledGraph | None = None
+        self._function = concrete
+        self.refused: list[str] = []
+        try:
+            self._compiled = CompiledGraph(concrete)
+            self._function = self._copied()
+            self.refused = [f"a program: {reason}" for reason in self._compiled.refused.values()]
+        except Exception as error:  # on this rank, perhaps, only: the step runs as it was traced
+            get_logger().debug("XLA: %s", error, exc_info=True)
+            self._compiled = None
+            self._function = concrete
+            self.refused = [f"{type(error).__name__}: {first_line(error)}"]
+
+    def _copied(self) -> Any:
+        assert self._compiled is not None
+        emit = self._compiled.emit
+        return tf.function(lambda *tensors: emit(tensors), autograph=False).get_concrete_function(*self._specs)
+
+    @property
+    def programs(self) -> dict[int, str]:
+        """Return the digests of the programs by level."""
+        programs = {} if self._compiled is None else self._compiled.programs
+        return {level: program.digest for level, program in programs.items()}
+
+    @property
+    def outside(self) -> list[str]:
+        """Return what is not compiled by itself."""
+        return [] if self._compiled is None else self._compiled.partition.outside
+
+    @property
+    def has_exchange(self) -> bool:
+        """Return True if the step exchanges something between ranks."""
+        nodes = self._concrete.graph.as_graph_def()
+        inner = (node for function in nodes.library.function for node in function.node_def)
+        return any(is_collective(node.op) for node in (*nodes.node, *inner))
+
+    @property
+    def first_exchange(self) -> int:
+        """Return the level of the first exchange."""
+        return 0 if self._compiled is None else min(self._compiled.partition.levels_of_exchanges, default=0)
+
+    def operations(self, levels: set[int]) -> tuple[int, int]:
+        """Return the number of operations in the programs of some levels, and of all."""
+        parts = [] if self._compiled is None else self._compiled.partition.parts
+        inside = sum(len(part.operations) for part in parts if part.level in levels)
+        return inside, sum(len(part.operations) for part in parts)
+
+    def keep(self, levels: set[int]) -> None:
+        """Compile the programs of some levels only."""
+        if self._compiled is not None and not self.programs.keys() <= levels:
+            self._compiled.keep(levels)
+            self._function = self._copied()
 
     def __call__(self, tensors: list[tf.Tensor]) -> Any:
-        return self._emit(tensors) if tf.inside_function() else self._function(*tensors)
+        if tf.inside_function() and self._compiled is not None:
+            return self._compiled.emit(tensors)
+        return self._function(*tensors)
+
+
+def _create_now(create: Callable[..., tf.Variable], **options: Any) -> tf.Variable:
+    """Create a variable outside of the graph that is being traced, with its value.
+
+    Otherwise TensorFlow would trace the step twice, or assign the value in a branch of its graph.
+    """
+    value = options.get("initial_value")
+    if not callable(value):
+        return create(**options)
+    taken = {name: option for name, option in options.items() if name in _OF_VARIABLES}
+    with tf.init_scope():
+        return ResourceVariable(**(taken | {"initial_value": value()}))
 
 
 def _is_tensor(leaf: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdkit.internals import registered_kernels
+from hvdkit.internals import get_registered_kernels_for_op
 
 _CHECKS = frozenset({"Assert", "CheckNumerics", "CheckNumericsV2"})
 _OF_VALUES = frozenset(
@@ -55,7 +55,7 @@ def _kernels(kind: str) -> tuple[Any, ...]:
     """Return XLA's kernels of an operation."""
     _register_kernels()
     device = compiler_device()
-    return tuple(kernel for kernel in registered_kernels(kind).kernel if kernel.device_type == device)
+    return tuple(kernel for kernel in get_registered_kernels_for_op(kind).kernel if kernel.device_type == device)
 
 
 def is_collective(kind: str) -> bool:

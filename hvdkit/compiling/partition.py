@@ -67,7 +67,6 @@ class Partition:
         parts: in the order in which they run.
         outside: the reason and the first operation of each kind that stays outside, except checks and exchanges.
         levels_of_exchanges: levels with an exchange between ranks.
-        has_exchange: whether the graph has an exchange between ranks.
     """
 
     def __init__(self, graph: tf.Graph) -> None:
@@ -85,7 +84,6 @@ class Partition:
         inner = {op for op in operations if any(is_collective(node.op) for node in library.nodes(op.node_def.attr))}
         exchanges = inner | {op for op in operations if is_collective(op.type)}
         self.levels_of_exchanges = {part.level for part in self.parts if exchanges & set(part.operations)}
-        self.has_exchange = bool(exchanges)
 
 
 def dependencies(op: tf.Operation) -> list[tf.Operation]:

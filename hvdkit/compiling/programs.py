@@ -14,7 +14,7 @@ from hvdkit.cluster.logs import get_logger
 from hvdkit.compiling.partition import Part, Partition
 from hvdkit.compiling.rebuilding import Copies, is_derived
 
-_NAMES = re.compile(r", metadata=\{[^}]*\}|^HloModule [^,\n]*|a_inference_\w*", re.MULTILINE)
+_NAMES = re.compile(r", metadata=\{[^}]*\}|^HloModule [^,\n]*|_\d+\b|_\d+(?=_)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,10 @@ class CompiledGraph:
             # With specs instead of tensors, TensorFlow 2.21 crashes if a program also captures variables.
             examples = [tf.zeros(tensor.shape, tensor.dtype) for tensor in program.inputs]
             text = program.function.experimental_get_compiler_ir(*examples)(stage="hlo")  # type: ignore[attr-defined]
+            self.programs[part.level] = replace(program, digest=_digest(text))
         except Exception as error:
             get_logger().debug("XLA: %s", error)
-            self.refused[part.level] = _first_sentence(error)
-            return
-        self.programs[part.level] = replace(program, digest=_digest(text))
+            self.refused[part.level] = first_line(error)
 
     def _program(self, part: Part, users: dict[int, set[int]]) -> Program:
         graph = self._graph
@@ -145,12 +144,12 @@ def _users(parts: Sequence[Part], outputs: Sequence[tf.Tensor]) -> dict[int, set
     return users
 
 
-def _first_sentence(error: Exception) -> str:
-    """Return the beginning of an error's message."""
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:300]
 
 
 def _digest(program: str) -> str:
-    """Return a digest of a program's text without the names and source lines of its operations."""
+    """Return a digest of a program's text without source lines, and without the numbers in the names of functions."""
     return hashlib.sha256(_NAMES.sub("", program).encode()).hexdigest()

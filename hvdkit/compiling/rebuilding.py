@@ -81,7 +81,12 @@ class Copies:
             graph._add_function_recursive(self._graph._get_function(name))
         with tf.control_dependencies(self.controls([op])), tf.device(op.device):
             copy = graph._create_op_internal(
-                op.type, inputs, [output.dtype for output in op.outputs], name=op.name, attrs=attributes, op_def=op.op_def
+                op.type,
+                inputs,
+                [output.dtype for output in op.outputs],
+                name=op.name,
+                attrs=attributes,
+                op_def=op.op_def,
             )
         for old, new in zip(op.outputs, copy.outputs, strict=True):
             if old.dtype in _HANDLES:

@@ -45,7 +45,8 @@ def _maker(model: Any, name: str) -> Callable[..., Any]:
 
     def make(force: bool = False) -> Any:
         if force or getattr(model, attribute) is None:
-            step = CompiledStep(model._autoconvert_optionals(getattr(model, f"{name}_step")), autograph=False)
+            own = model._autoconvert_optionals(getattr(model, f"{name}_step"))
+            step = CompiledStep(own, autograph=False, label=f"{name}_step of {type(model).__name__} {model.name!r}")
             function = _on_batches(step) if name == "predict" else _on_iterator(model, step)
             object.__setattr__(model, attribute, function)  # bypass Keras's tracking
         return getattr(model, attribute)

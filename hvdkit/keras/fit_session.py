@@ -13,7 +13,6 @@ from keras import tree
 
 from hvdkit import cluster
 from hvdkit.cluster.agreement import gather
-from hvdkit.cluster.logs import get_logger
 from hvdkit.collectives.weak_registry import Attached
 from hvdkit.errors import ClusterError, HvdkitError, describe
 from hvdkit.keras.atomic_saving import make_saving_atomic
