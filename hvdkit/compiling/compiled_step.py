@@ -21,6 +21,7 @@ from hvdkit.cluster.logs import get_logger
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.compiling.operations import is_collective
 from hvdkit.compiling.programs import CompiledGraph, first_line
+from hvdkit.compiling.settings import mode
 from hvdkit.errors import describe
 from hvdkit.internals import ResourceVariable
 
@@ -74,7 +75,7 @@ def compiled(step: Step) -> Step:
     if not callable(step):
         got = type(step).__name__
         raise TypeError(describe("step", got, "a function", "write @hk.compiled above the step, or hk.compiled(step)"))
-    run = CompiledStep(step)
+    run: Callable[..., Any] = tf.function(step) if mode() == "off" else CompiledStep(step)
 
     @functools.wraps(step)
     @graph_safe

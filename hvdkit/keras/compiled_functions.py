@@ -15,9 +15,18 @@ from keras import tree
 from hvdkit import cluster
 from hvdkit.cluster.logs import get_logger
 from hvdkit.compiling.compiled_step import CompiledStep
+from hvdkit.compiling.settings import mode
 from hvdkit.internals import TensorFlowTrainer
+from hvdkit.keras.measured_function import MeasuredFunction
 
 _MAKERS = {"train": "make_train_function", "test": "make_test_function", "predict": "make_predict_function"}
+
+
+def jit_mode(model: Any) -> str:
+    """Return how the steps of a model run: "on" with XLA, "off" without, "auto" in the way that is faster."""
+    if getattr(model, "run_eagerly", False):
+        return "off"
+    return mode() or ("on" if getattr(model, "jit_compile", False) else "off")
 
 
 def makers_of(model: Any) -> dict[str, Callable[..., Any]]:
@@ -29,29 +38,41 @@ def makers_of(model: Any) -> dict[str, Callable[..., Any]]:
     Returns:
         The replacements by name; none for a model that is not compiled by XLA.
     """
-    if not model.jit_compile or model.run_eagerly:
+    how = jit_mode(model)
+    if how == "off":
         return {}
     makers: dict[str, Callable[..., Any]] = {}
     for name, maker in _MAKERS.items():
-        if getattr(type(model), maker) is getattr(TensorFlowTrainer, maker):
-            makers[maker] = _maker(model, name)
-        elif cluster.is_chief():
-            get_logger().info("jit_compile: %s is the model's own: its function runs without XLA", maker)
+        if getattr(type(model), maker) is not getattr(TensorFlowTrainer, maker):
+            if cluster.is_chief():
+                get_logger().info("jit_compile: %s is the model's own: its function runs without XLA", maker)
+        elif how == "on":
+            makers[maker] = _maker(model, name, lambda name: _compiled_function(model, name))
+        elif name == "train":
+            makers[maker] = _maker(model, name, lambda name: _measured_function(model))
     return makers
 
 
-def _maker(model: Any, name: str) -> Callable[..., Any]:
+def _maker(model: Any, name: str, create: Callable[[str], Any]) -> Callable[..., Any]:
     attribute = f"{name}_function"
 
     def make(force: bool = False) -> Any:
         if force or getattr(model, attribute) is None:
-            own = model._autoconvert_optionals(getattr(model, f"{name}_step"))
-            step = CompiledStep(own, autograph=False, label=f"{name}_step of {type(model).__name__} {model.name!r}")
-            function = _on_batches(step) if name == "predict" else _on_iterator(model, step)
-            object.__setattr__(model, attribute, function)  # bypass Keras's tracking
+            object.__setattr__(model, attribute, create(name))  # bypass Keras's tracking
         return getattr(model, attribute)
 
     return make
+
+
+def _compiled_function(model: Any, name: str) -> Callable[[Any], Any]:
+    own = model._autoconvert_optionals(getattr(model, f"{name}_step"))
+    step = CompiledStep(own, autograph=False, label=f"{name}_step of {type(model).__name__} {model.name!r}")
+    return _on_batches(step) if name == "predict" else _on_iterator(model, step)
+
+
+def _measured_function(model: Any) -> Callable[[Any], Any]:
+    plain = model._make_function(model.train_step)
+    return MeasuredFunction(model, plain, _compiled_function(model, "train"))
 
 
 def _on_iterator(model: Any, step: CompiledStep) -> Callable[[Iterator[Any]], Any]:

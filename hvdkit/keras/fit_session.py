@@ -18,7 +18,7 @@ from hvdkit.errors import ClusterError, HvdkitError, describe
 from hvdkit.keras.atomic_saving import make_saving_atomic
 from hvdkit.keras.attribute_swap import exchange_attributes, swap_attributes
 from hvdkit.keras.chief_variables import VariableBroadcaster, build_before_tracing
-from hvdkit.keras.compiled_functions import makers_of
+from hvdkit.keras.compiled_functions import jit_mode, makers_of
 from hvdkit.keras.data_end import report_end_of_data
 from hvdkit.keras.function_comparison import FunctionComparison
 from hvdkit.keras.losses import check_loss
@@ -212,6 +212,8 @@ class FitSession:
             **self._functions,
         }
         attributes = self._plain_methods()
+        if model.jit_compile:
+            attributes["_jit_compile"] = False  # of a whole step, which has no exchanges
         optimizers = optimizers_of(model)
         with swap_attributes(model, **attributes), following_originals(model), checked(optimizers), self._active():
             self._is_running = True
@@ -403,7 +405,7 @@ def is_running(model: Any) -> bool:
 
 def _dependencies(model: Any) -> tuple[Any, ...]:
     compiled = (getattr(model, name, None) for name in _COMPILED_ATTRIBUTES)
-    return (*compiled, *(vars(model).get(name) for name in _STEP_METHODS))
+    return (*compiled, jit_mode(model), *(vars(model).get(name) for name in _STEP_METHODS))
 
 
 def _refusal(method: str, callback: str, model: str) -> HvdkitError:

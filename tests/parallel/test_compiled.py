@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import keras
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from helpers.counting import counting
 
 import hvdkit as hk
 from hvdkit.compiling import compiled_step, programs
+from hvdkit.keras import measured_function
 
 layers, opts = keras.layers, keras.optimizers
 RNG = np.random.default_rng(7)
@@ -354,3 +357,81 @@ def test_an_error_of_the_step_is_raised():
 def test_runs_are_bit_identical():
     first, second = (fitted(dense, lambda: opts.SGD(0.1), jit_compile=True) for _ in range(2))
     keras.tree.map_structure(np.testing.assert_array_equal, first, second)
+
+
+# ---- HVDKIT_JIT_COMPILE -------------------------------------------------------------------------------------------
+
+
+def long_fit(epochs=1, **options):
+    """Return the measured choice of a model after 120 steps, and its weights."""
+    keras.utils.set_random_seed(3)
+    model = dense()
+    model.compile(opts.SGD(0.1), LOSS, metrics=["accuracy"])
+    hk.fit(model, np.tile(X, (29, 1)), np.tile(Y, 29), batch_size=12, epochs=epochs, verbose=0, **options)
+    return model, measured_function.choice_of(model)
+
+
+@pytest.fixture
+def lines(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("hvdkit"), "propagate", True)
+    caplog.set_level("INFO", "hvdkit")
+    return caplog
+
+
+def test_auto_measures_and_all_ranks_choose_the_same(monkeypatch, lines):
+    plain, nothing = long_fit()
+    assert nothing is None
+    monkeypatch.setenv("HVDKIT_JIT_COMPILE", "auto")
+    monkeypatch.setattr(measured_function, "AFTER_SECONDS", 0.0)
+    model, choice = long_fit()
+    assert choice.is_compiled in (False, True)
+    assert len(set(hk.allgather_object(choice.is_compiled))) == 1
+    assert_equal(plain.get_weights(), model.get_weights())
+    if hk.rank() == 0:
+        assert "ms with XLA and" in lines.text
+
+
+def test_auto_compiles_nothing_in_short_runs_and_with_op_determinism(monkeypatch, lines):
+    monkeypatch.setenv("HVDKIT_JIT_COMPILE", "auto")
+    _, choice = long_fit()
+    assert choice.is_compiled is None and "XLA" not in lines.text
+    monkeypatch.setattr(measured_function, "AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(measured_function, "is_op_determinism_enabled", lambda: True)
+    _, choice = long_fit()
+    assert choice.is_compiled is False and "XLA" not in lines.text
+
+
+def test_the_choice_is_saved_with_the_run(monkeypatch, tmp_path_factory):
+    logdir = hk.broadcast_object(str(tmp_path_factory.mktemp("run")))
+    monkeypatch.setenv("HVDKIT_JIT_COMPILE", "auto")
+    monkeypatch.setattr(measured_function, "AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(measured_function, "_LEAST_GAIN", 1000.0)  # XLA wins
+    _, choice = long_fit(logdir=logdir)
+    assert choice.is_compiled is True
+    monkeypatch.setattr(measured_function, "AFTER_SECONDS", 1e9)
+    _, choice = long_fit(logdir=logdir, epochs=2)
+    assert choice.is_compiled is True
+
+
+def test_the_variable_decides_for_all(monkeypatch, lines):
+    plain = fitted(dense, lambda: opts.SGD(0.1), jit_compile=False)
+    monkeypatch.setenv("HVDKIT_JIT_COMPILE", "on")
+    assert_equal(plain, fitted(dense, lambda: opts.SGD(0.1), jit_compile=False))
+    assert hk.rank() or "train_step of Sequential" in lines.text
+    lines.clear()
+    monkeypatch.setenv("HVDKIT_JIT_COMPILE", "off")
+    assert_equal(plain, fitted(dense, lambda: opts.SGD(0.1), jit_compile=True))
+    loop_of(hk.compiled, dense, lambda: opts.SGD(0.1), local_batches(1))
+    assert "XLA" not in lines.text
+    monkeypatch.setenv("HVDKIT_JIT_COMPILE", "perhaps")
+    with pytest.raises(ValueError, match="HVDKIT_JIT_COMPILE: got perhaps, expected on, off or auto"):
+        hk.compiled(lambda x: x)
+
+
+def test_ranks_that_differ_in_jit_compile(monkeypatch, size):
+    if size == 1:
+        return
+    model = dense()
+    model.compile(opts.SGD(0.1), LOSS, jit_compile=hk.rank() == 0)
+    with pytest.raises(hk.CollectiveMismatchError, match="jit_compile"):
+        hk.fit(model, X, Y, batch_size=12, verbose=0)
