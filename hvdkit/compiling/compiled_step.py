@@ -243,7 +243,7 @@ class _Graph:
     @property
     def outside(self) -> list[str]:
         """Return what is not compiled by itself."""
-        return [] if self._compiled is None else self._compiled.partition.outside
+        return [] if self._compiled is None else self._compiled.stages.outside
 
     @property
     def has_exchange(self) -> bool:
@@ -255,13 +255,13 @@ class _Graph:
     @property
     def first_exchange(self) -> int:
         """Return the level of the first exchange."""
-        return 0 if self._compiled is None else min(self._compiled.partition.levels_of_exchanges, default=0)
+        return 0 if self._compiled is None else min(self._compiled.stages.levels_of_exchanges, default=0)
 
     def operations(self, levels: set[int]) -> tuple[int, int]:
         """Return the number of operations in the programs of some levels, and of all."""
-        parts = [] if self._compiled is None else self._compiled.partition.parts
-        inside = sum(len(part.operations) for part in parts if part.level in levels)
-        return inside, sum(len(part.operations) for part in parts)
+        stages = [] if self._compiled is None else self._compiled.stages.all
+        inside = sum(len(stage.operations) for stage in stages if stage.level in levels)
+        return inside, sum(len(stage.operations) for stage in stages)
 
     def keep(self, levels: set[int]) -> None:
         """Compile the programs of some levels only."""

@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdkit.cluster.logs import get_logger
-from hvdkit.compiling.partition import Part, Partition
+from hvdkit.compiling.stages import Stage, Stages
 from hvdkit.compiling.rebuilding import Copies, is_derived
 
 _NAMES = re.compile(r", metadata=\{[^}]*\}|^HloModule [^,\n]*|_\d+\b|_\d+(?=_)", re.MULTILINE)
@@ -19,7 +19,7 @@ _NAMES = re.compile(r", metadata=\{[^}]*\}|^HloModule [^,\n]*|_\d+\b|_\d+(?=_)",
 
 @dataclass(frozen=True)
 class Program:
-    """A part of a graph that XLA compiles.
+    """A stage of a graph that XLA compiles.
 
     Attributes:
         inputs: tensors of the graph that it takes.
@@ -35,66 +35,66 @@ class Program:
 
 
 class CompiledGraph:
-    """A traced step, in which parts are programs for XLA.
+    """A traced step, in which stages are programs for XLA.
 
     Args:
         concrete: the traced step; takes tensors only.
 
     Attributes:
-        partition: the parts of the graph.
-        programs: the programs, by the level of their part.
-        refused: why parts that are worth a program cannot be compiled, by level.
+        stages: the stages of the graph.
+        programs: the programs, by the level of their stage.
+        refused: why stages that are worth a program cannot be compiled, by level.
     """
 
     def __init__(self, concrete: Any) -> None:
         self._graph = concrete.graph
         self._structure = concrete.graph.structured_outputs
         self._arguments = self._graph.inputs[: len(self._graph.inputs) - len(self._graph.captures)]
-        self.partition = Partition(self._graph)
+        self.stages = Stages(self._graph)
         self.programs: dict[int, Program] = {}
         self.refused: dict[int, str] = {}
         if self._graph.deferred_external_captures:
             self.refused[0] = "values that are captured at each call"
             return
-        users = _users(self.partition.parts, self._graph.outputs)
-        for part in self.partition.parts:
-            if part.is_program:
-                self._compile(part, users)
+        users = _users(self.stages.all, self._graph.outputs)
+        for stage in self.stages.all:
+            if stage.is_program:
+                self._compile(stage, users)
 
-    def _compile(self, part: Part, users: dict[int, set[int]]) -> None:
-        program = self._program(part, users)
+    def _compile(self, stage: Stage, users: dict[int, set[int]]) -> None:
+        program = self._program(stage, users)
         if any(tensor.dtype in (tf.variant, tf.resource) for tensor in (*program.inputs, *program.outputs)):
-            self.refused[part.level] = "a list of tensors, such as a TensorArray, which is also used outside"
+            self.refused[stage.level] = "a list of tensors, such as a TensorArray, which is also used outside"
             return
         if not all(tensor.shape.is_fully_defined() for tensor in program.inputs):
-            self.refused[part.level] = "shapes that are unknown before the step runs"
+            self.refused[stage.level] = "shapes that are unknown before the step runs"
             return
         try:
             # With specs instead of tensors, TensorFlow 2.21 crashes if a program also captures variables.
             examples = [tf.zeros(tensor.shape, tensor.dtype) for tensor in program.inputs]
             text = program.function.experimental_get_compiler_ir(*examples)(stage="hlo")  # type: ignore[attr-defined]
-            self.programs[part.level] = replace(program, digest=_digest(text))
+            self.programs[stage.level] = replace(program, digest=_digest(text))
         except Exception as error:
             get_logger().debug("XLA: %s", error)
-            self.refused[part.level] = first_line(error)
+            self.refused[stage.level] = first_line(error)
 
-    def _program(self, part: Part, users: dict[int, set[int]]) -> Program:
+    def _program(self, stage: Stage, users: dict[int, set[int]]) -> Program:
         graph = self._graph
-        mine = set(part.operations)
+        mine = set(stage.operations)
         inputs: dict[int, tf.Tensor] = {}
         captured = {id(inner) for _, inner in graph.captures}
-        for op in part.operations:
+        for op in stage.operations:
             for tensor in op.inputs:
                 is_given = tensor.op in mine or tensor.op.type == "Const" or id(tensor) in captured
                 if not (is_given or is_derived(tensor)):
                     inputs[id(tensor)] = tensor
         outputs = [
-            tensor for op in part.operations for tensor in op.outputs if users.get(id(tensor), set()) - {part.level}
+            tensor for op in stage.operations for tensor in op.outputs if users.get(id(tensor), set()) - {stage.level}
         ]
 
         def program(*tensors: tf.Tensor) -> list[tf.Tensor]:
             copies = Copies(graph, zip(inputs.values(), tensors, strict=True), compiled=True)
-            for op in part.operations:
+            for op in stage.operations:
                 copies.copy(op)
             return [copies[tensor] for tensor in outputs]
 
@@ -111,16 +111,16 @@ class CompiledGraph:
             tensors: the arguments.
         """
         copies = Copies(self._graph, zip(self._arguments, tensors, strict=True), compiled=False)
-        for part in self.partition.parts:
-            program = self.programs.get(part.level)
+        for stage in self.stages.all:
+            program = self.programs.get(stage.level)
             if program is None:
-                for op in part.operations:
+                for op in stage.operations:
                     copies.copy(op)
                 continue
-            with tf.control_dependencies(copies.controls(part.operations)):
+            with tf.control_dependencies(copies.controls(stage.operations)):
                 results = program.function(*(copies[tensor] for tensor in program.inputs))
             copies.add(program.outputs, results)
-            copies.stand_for(part.operations, _last_call())
+            copies.stand_for(stage.operations, _last_call())
         return tf.nest.map_structure(
             lambda leaf: copies[leaf] if isinstance(leaf, tf.Tensor) else leaf, self._structure, expand_composites=True
         )
@@ -132,13 +132,13 @@ def _last_call() -> tf.Operation:
     return next(op for op in reversed(operations) if op.type in ("PartitionedCall", "StatefulPartitionedCall"))
 
 
-def _users(parts: Sequence[Part], outputs: Sequence[tf.Tensor]) -> dict[int, set[int]]:
+def _users(stages: Sequence[Stage], outputs: Sequence[tf.Tensor]) -> dict[int, set[int]]:
     """Return the levels that use a tensor, by its id; None stands for the results."""
     users: dict[int, set[Any]] = {}
-    for part in parts:
-        for op in part.operations:
+    for stage in stages:
+        for op in stage.operations:
             for tensor in op.inputs:
-                users.setdefault(id(tensor), set()).add(part.level)
+                users.setdefault(id(tensor), set()).add(stage.level)
     for tensor in outputs:
         users.setdefault(id(tensor), set()).add(None)
     return users

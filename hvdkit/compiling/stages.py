@@ -1,11 +1,11 @@
-"""Divide the graph of a step into parts that run one after another: programs for XLA, and what stays outside.
+"""Divide the graph of a step into stages that run one after another: programs for XLA, and what stays outside.
 
 Each operation is inside or outside. With d its inputs and control inputs,
 
     level(op) = max over d of  level(d)      if d and op are of the same kind
                                level(d) + 1  otherwise
 
-Levels of operations inside are even, of those outside odd, from -1. The operations of one level are one part, which
+Levels of operations inside are even, of those outside odd, from -1. The operations of one level are one stage, which
 depends on lower levels only. So the order of side effects stays that of the graph, exchanges between ranks included.
 """
 
@@ -35,11 +35,11 @@ _OF_EXCHANGES = ("Assert", "RandomUniform", "Timestamp", "VarHandleOp", "AssignV
 
 
 @dataclass(eq=False)
-class Part:
+class Stage:
     """Operations that run together.
 
     Attributes:
-        level: parts run in the order of levels.
+        level: stages run in the order of levels.
         operations: in an order in which they can run.
         is_program: whether XLA may compile them as one program.
     """
@@ -49,7 +49,7 @@ class Part:
 
     @property
     def is_program(self) -> bool:
-        """Return True if the part is worth a program."""
+        """Return True if the stage is worth a program."""
         if self.level % 2:
             return False
         kinds = Counter(op.type for op in self.operations)
@@ -57,14 +57,14 @@ class Part:
         return any(kind in HEAVY for kind in kinds) or others >= _LEAST_OPERATIONS
 
 
-class Partition:
-    """The parts of a graph.
+class Stages:
+    """The stages of a graph.
 
     Args:
         graph: the graph of a function, in which shapes are known.
 
     Attributes:
-        parts: in the order in which they run.
+        all: in the order in which they run.
         outside: the reason and the first operation of each kind that stays outside, except checks and exchanges.
         levels_of_exchanges: levels with an exchange between ranks.
     """
@@ -80,10 +80,10 @@ class Partition:
         is_outside = set(reasons)
         _add_of_values(operations, is_outside)
         _add_lookups(operations, is_outside)
-        self.parts = _parts(operations, is_outside)
+        self.all = _divided(operations, is_outside)
         inner = {op for op in operations if any(is_collective(node.op) for node in library.nodes(op.node_def.attr))}
         exchanges = inner | {op for op in operations if is_collective(op.type)}
-        self.levels_of_exchanges = {part.level for part in self.parts if exchanges & set(part.operations)}
+        self.levels_of_exchanges = {stage.level for stage in self.all if exchanges & set(stage.operations)}
 
 
 def dependencies(op: tf.Operation) -> list[tf.Operation]:
@@ -145,9 +145,9 @@ def _add_lookups(operations: Sequence[tf.Operation], is_outside: set[tf.Operatio
         pending += [each for each in dependencies(op) if each not in is_outside and each.type not in _SOURCES]
 
 
-def _parts(operations: Sequence[tf.Operation], is_outside: set[tf.Operation]) -> list[Part]:
+def _divided(operations: Sequence[tf.Operation], is_outside: set[tf.Operation]) -> list[Stage]:
     levels: dict[tf.Operation, int] = {}
-    parts: dict[int, Part] = {}
+    stages: dict[int, Stage] = {}
     for op in operations:
         if op.type in _SOURCES:
             continue
@@ -157,8 +157,8 @@ def _parts(operations: Sequence[tf.Operation], is_outside: set[tf.Operation]) ->
             if each in levels:
                 level = max(level, levels[each] + (mine != (each in is_outside)))
         levels[op] = level
-        parts.setdefault(level, Part(level)).operations.append(op)
-    return [parts[level] for level in sorted(parts)]
+        stages.setdefault(level, Stage(level)).operations.append(op)
+    return [stages[level] for level in sorted(stages)]
 
 
 def _summary(reasons: dict[tf.Operation, str]) -> list[str]:
