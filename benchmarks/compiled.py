@@ -89,9 +89,9 @@ BENCHMARK = Benchmark(
     name="compiled",
     title="Steps compiled by XLA",
     about="""Adam on arrays, with one compute thread per rank. The variants of a table take turns within one job. Each
-    turn trains two epochs and times the second, so that the time to compile does not count. The ratio is to `hk.fit` without
-    XLA at the same number of ranks: below 1, XLA is faster. Which of the two is faster depends on the model, the
-    processor and TensorFlow's version; `HVDKIT_JIT_COMPILE=auto` measures it.""",
+    turn trains two epochs and times the second, so that the time to compile does not count. The ratio is to `hk.fit`
+    without XLA at the same number of ranks: below 1, XLA is faster. Which of the two is faster depends on the model,
+    the processor and TensorFlow's version; `HVDKIT_JIT_COMPILE=auto` measures it.""",
     cases=cases,
     config=Compiled,
 )

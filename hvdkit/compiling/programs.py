@@ -11,8 +11,8 @@ from typing import Any
 import tensorflow as tf
 
 from hvdkit.cluster.logs import get_logger
-from hvdkit.compiling.stages import Stage, Stages
 from hvdkit.compiling.rebuilding import Copies, is_derived
+from hvdkit.compiling.stages import Stage, Stages
 
 _NAMES = re.compile(r", metadata=\{[^}]*\}|^HloModule [^,\n]*|_\d+\b|_\d+(?=_)", re.MULTILINE)
 
