@@ -145,7 +145,9 @@ class CompiledStep:
                 self._label,
                 MOST_SIGNATURES,
             )
-            relaxed = [tf.TensorSpec([None] * spec.shape.rank, spec.dtype) for spec in specs]
+            ranks = [spec.shape.rank for spec in specs]
+            shapes = [None if rank is None else [None] * rank for rank in ranks]
+            relaxed = [tf.TensorSpec(shape, spec.dtype) for shape, spec in zip(shapes, specs, strict=True)]
             self._relaxed[key] = self._trace(args, kwargs, relaxed)
         return self._relaxed[key]
 
@@ -242,7 +244,7 @@ class _Graph:
 
     @property
     def outside(self) -> list[str]:
-        """Return what is not compiled by itself."""
+        """Return the operations that are not compiled, with the reasons."""
         return [] if self._compiled is None else self._compiled.stages.outside
 
     @property
@@ -295,7 +297,10 @@ def _is_tensor(leaf: Any) -> bool:
 def _signature(x: Any, *, shapes: bool = True) -> Hashable:
     """Return the shapes and dtypes of tensors in ``x``, and its structure and other values."""
     if isinstance(x, (tf.Tensor, np.ndarray, np.generic)):
-        return (tf.as_dtype(x.dtype), tuple(x.shape) if shapes else len(x.shape))
+        shape = tf.TensorShape(x.shape)
+        if shape.rank is None:
+            return (tf.as_dtype(x.dtype), None)
+        return (tf.as_dtype(x.dtype), tuple(shape) if shapes else shape.rank)
     if isinstance(x, dict):
         return tuple((key, _signature(value, shapes=shapes)) for key, value in x.items())
     if isinstance(x, (list, tuple)):

@@ -162,7 +162,7 @@ def _divided(operations: Sequence[tf.Operation], is_outside: set[tf.Operation]) 
 
 
 def _summary(reasons: dict[tf.Operation, str]) -> list[str]:
-    """Return what to tell users: for each kind of operation the first one's name and the reason."""
+    """Return for users: for each kind of operation the first one's name and the reason."""
     shown: dict[str, str] = {}
     for op, reason in reasons.items():
         is_of_hvdkit = op.type in _OF_EXCHANGES or is_collective(op.type)
