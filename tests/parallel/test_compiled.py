@@ -126,7 +126,6 @@ CASES = {
     "recurrent": (recurrent, lambda: opts.SGD(0.1), {}),
     "attention": (attention, lambda: opts.Adagrad(0.1), {}),
     "convolution": (convolution, lambda: opts.SGD(0.1), {}),
-    "own_loss": (OwnLoss, lambda: opts.SGD(0.1), {"compiles": {"loss": None, "metrics": None}, "y": Y}),
     "accumulation": (dense, lambda: opts.SGD(0.1, gradient_accumulation_steps=2), {}),
     "clipping": (dense, lambda: opts.SGD(0.1, global_clipnorm=0.1), {}),
     "loss_scale": (dense, lambda: opts.LossScaleOptimizer(opts.SGD(0.1)), {}),
@@ -138,14 +137,25 @@ CASES = {
 }
 
 
+def assert_compiled_is_equal(name):
+    make, optimizer, options = CASES[name]
+    plain = fitted(make, optimizer, jit_compile=False, **options)
+    assert_equal(plain, fitted(make, optimizer, jit_compile=True, **options))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_hk_fit_compiled_equals_hk_fit(name):
-    make, optimizer, options = CASES[name]
-    if name == "own_loss":
-        options = options | {"y": None, "x": tf.data.Dataset.from_tensor_slices((X, Y)).batch(12), "batch_size": None}
-    plain = fitted(make, optimizer, jit_compile=False, **options) if name != "own_loss" else own_loss(False)
-    compiled = fitted(make, optimizer, jit_compile=True, **options) if name != "own_loss" else own_loss(True)
-    assert_equal(plain, compiled)
+    assert_compiled_is_equal(name)
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("name", ["synchronized", "few_rows", "loss_scale"])
+def test_hk_fit_compiled_on_other_numbers_of_ranks(name):
+    assert_compiled_is_equal(name)
+
+
+def test_an_own_train_step():
+    assert_equal(own_loss(False), own_loss(True))
 
 
 def own_loss(jit_compile):
@@ -209,6 +219,7 @@ def test_a_loop_compiled_equals_the_loop(name):
     assert_equal(loop_of(tf.function, make, optimizer, batches), loop_of(hk.compiled, make, optimizer, batches))
 
 
+@pytest.mark.ranks(1, 2, 3)
 def test_a_loop_with_uneven_batches():
     batches = local_batches(uneven=True)
     with_wrap = [loop_of(wrap, dense, lambda: opts.SGD(0.1), batches) for wrap in (tf.function, hk.compiled)]
@@ -225,6 +236,7 @@ def test_exchanges_are_those_of_the_uncompiled_step():
     assert seen[0] == seen[1]
 
 
+@pytest.mark.ranks(1, 2, 3)
 def test_arguments_and_results_are_those_of_a_function():
     @hk.compiled
     def step(data, scale, *, add=None):
@@ -242,6 +254,7 @@ def test_arguments_and_results_are_those_of_a_function():
     assert step.__name__ == "step"
 
 
+@pytest.mark.ranks(1, 2, 3)
 def test_a_step_inside_another_function():
     w = tf.Variable([1.0, 2.0])
 
@@ -276,7 +289,7 @@ def test_what_xla_cannot_compile_runs_outside():
     assert seen == [3]
 
 
-def test_strings_in_a_model(caplog):
+def test_strings_in_a_model():
     words = np.array([["a"], ["b"], ["c"]] * 8, object)
     y = np.arange(24) % 3
 
@@ -293,6 +306,7 @@ def test_strings_in_a_model(caplog):
     )
 
 
+@pytest.mark.ranks(1, 2, 3)
 def test_checks_and_ids_out_of_range_still_raise():
     rows = tf.Variable(tf.ones([4, 2]))
 
@@ -308,6 +322,7 @@ def test_checks_and_ids_out_of_range_still_raise():
         step(tf.constant([0, 3]), -tf.ones([2, 2]))
 
 
+@pytest.mark.ranks(1, 2, 3)
 def test_the_number_of_compilations_is_bounded():
     w = tf.Variable(tf.ones([3, 3]))
     traced = []
@@ -330,6 +345,7 @@ def test_the_number_of_compilations_is_bounded():
     assert hk.compare_variables([w])
 
 
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("rank", [0, -1])
 def test_a_compile_error_on_one_rank_only(rank, monkeypatch):
     batches = local_batches()
