@@ -27,6 +27,7 @@ from hvdkit.internals import ResourceVariable
 
 Step = TypeVar("Step", bound=Callable[..., Any])
 MOST_SIGNATURES = 8
+_COMPOSITES = (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices, tf.experimental.ExtensionType)
 _MOST_SHOWN = 4
 _OF_VARIABLES = ("trainable", "name", "dtype", "constraint", "synchronization", "aggregation", "shape")
 
@@ -106,7 +107,6 @@ class CompiledStep:
         self._label = label or f"hk.compiled: {self._name}"
         self._graphs: dict[Hashable, _Graph] = {}
         self._relaxed: dict[Hashable, _Graph] = {}
-        self._shapes: dict[Hashable, list[tf.TensorShape]] = {}
         self._levels: set[int] | None = None  # those that all ranks compile; None before the first call
         self.signatures = 0
         self.programs = 0
@@ -154,14 +154,16 @@ class CompiledStep:
     def _trace(self, args: Any, kwargs: Any, specs: Sequence[tf.TensorSpec]) -> _Graph:
         """Trace the step; have XLA check its programs."""
         step = self._step
+        structure = _without_tensors((args, kwargs))
         leaves = tf.nest.flatten((args, kwargs), expand_composites=True)
         places = [place for place, leaf in enumerate(leaves) if _is_tensor(leaf)]
+        values = [None if _is_tensor(leaf) else leaf for leaf in leaves]
 
         def flat(*tensors: tf.Tensor) -> Any:
-            given = list(leaves)
+            given = list(values)
             for place, tensor in zip(places, tensors):  # noqa: B905  # AutoGraph does not know strict
                 given[place] = tensor
-            positional, named = tf.nest.pack_sequence_as((args, kwargs), given, expand_composites=True)
+            positional, named = tf.nest.pack_sequence_as(structure, given, expand_composites=True)
             with tf.variable_creator_scope(_create_now):
                 return step(*positional, **named)
 
@@ -290,6 +292,13 @@ def _create_now(create: Callable[..., tf.Variable], **options: Any) -> tf.Variab
         return ResourceVariable(**(taken | {"initial_value": value()}))
 
 
+def _without_tensors(structure: Any) -> Any:
+    """Return a structure without its tensors, which would otherwise stay in memory with the graph."""
+    if any(isinstance(leaf, _COMPOSITES) for leaf in tf.nest.flatten(structure)):
+        return structure
+    return tf.nest.map_structure(lambda leaf: None if _is_tensor(leaf) else leaf, structure)
+
+
 def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, (tf.Tensor, np.ndarray, np.generic))
 
@@ -307,7 +316,7 @@ def _signature(x: Any, *, shapes: bool = True) -> Hashable:
         return (type(x), *(_signature(value, shapes=shapes) for value in x))
     if isinstance(x, (tf.Variable, keras.Variable)):
         return id(x)
-    if isinstance(x, tf.__internal__.CompositeTensor):
+    if isinstance(x, _COMPOSITES):
         return tuple(_signature(part, shapes=shapes) for part in tf.nest.flatten(x, expand_composites=True))
     try:
         hash(x)
