@@ -23,8 +23,8 @@ DOCUMENT = ROOT / "docs" / "benchmarks.md"
 PICTURES = ROOT / "docs" / "benchmarks"
 PLOTS = Path(__file__).with_name("plots.py")
 ORDER = (
-    "dense", "fit", "allreduce", "ring", "scaling", "embedding", "large_table", "input", "checkpoint", "startup",
-    "loss_curves", "resume", "comeback", "many_ranks", "large_input", "failure", "control_plane",
+    "dense", "fit", "compiled", "allreduce", "ring", "scaling", "embedding", "large_table", "input", "checkpoint",
+    "startup", "loss_curves", "resume", "comeback", "many_ranks", "large_input", "failure", "control_plane",
 )  # fmt: skip
 
 

@@ -49,6 +49,7 @@ from .collectives import reducescatter_async as reducescatter_async
 from .collectives import size_op as size_op
 from .collectives import wait as wait
 from .commands.run.run_function import run as run
+from .compiling.compiled_step import compiled as compiled
 from .errors import CheckpointError as CheckpointError
 from .errors import ClusterError as ClusterError
 from .errors import CollectiveMismatchError as CollectiveMismatchError

@@ -38,8 +38,10 @@ if TYPE_CHECKING:
     from tensorflow.python.eager import context as context
     from tensorflow.python.eager import record as record
     from tensorflow.python.framework.config import is_op_determinism_enabled as is_op_determinism_enabled
+    from tensorflow.python.framework.kernels import get_registered_kernels_for_op as get_registered_kernels_for_op
     from tensorflow.python.ops import control_flow_util as control_flow_util
     from tensorflow.python.ops import control_flow_v2_func_graphs as control_flow_v2_func_graphs
+    from tensorflow.python.ops import handle_data_util as handle_data_util
     from tensorflow.python.ops.resource_variable_ops import ResourceVariable as ResourceVariable
     from tensorflow.python.util import tf_stack as tf_stack
 
@@ -67,10 +69,16 @@ _HOMES: Mapping[str, _Home] = {
     "control_flow_v2_func_graphs": _Home(
         "tensorflow.python.ops.control_flow_v2_func_graphs", None, "the classes of the graphs of loops and branches"
     ),
+    "handle_data_util": _Home(
+        "tensorflow.python.ops.handle_data_util", None, "copies what a graph knows about the contents of a handle"
+    ),
     "is_op_determinism_enabled": _Home(
         "tensorflow.python.framework.config", "is_op_determinism_enabled", "the public API can only switch it on"
     ),
     "record": _Home("tensorflow.python.eager.record", None, "pauses all tapes, not only one that the caller holds"),
+    "get_registered_kernels_for_op": _Home(
+        "tensorflow.python.framework.kernels", "get_registered_kernels_for_op", "the operations that XLA compiles"
+    ),
     "tf_stack": _Home("tensorflow.python.util.tf_stack", None, "the source line that an op gets, at the cost of an op"),
     # Keras 3.12 to 3.16
     "ArrayDataAdapter": _Home(f"{_ADAPTERS}.array_data_adapter", "ArrayDataAdapter", "fit's batches of arrays"),

@@ -102,7 +102,8 @@ def refuse_xla() -> None:
                 "jit_compile",
                 "a step compiled by XLA",
                 "jit_compile=False: Horovod has no XLA kernels",
-                "pass jit_compile=False to model.compile or tf.function (Keras's default 'auto' is True on GPUs); "
+                "train with hk.fit or wrap the step with hk.compiled, which compile what is around exchanges; or pass "
+                "jit_compile=False to model.compile or tf.function (Keras's default 'auto' is True on GPUs); "
                 + see("gradients#xla"),
             )
         )

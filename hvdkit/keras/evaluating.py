@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from hvdkit.keras.compiled_functions import jit_mode
 from hvdkit.keras.fit_session import FitSession, check_all_ranks_call, check_model
 from hvdkit.keras.global_batch_shares import GlobalBatchShares
 from hvdkit.keras.inputs import DataPair, FitData, check_batch_size_of_model, prepare_data
@@ -89,7 +90,9 @@ def _evaluate(
             shares.check_labels(model)
         return shares, None
 
-    shares, _ = prepare_data(f"hk.evaluate(batch_size={batch_size}, steps={steps})", build)
+    shares, _ = prepare_data(
+        f"hk.evaluate(batch_size={batch_size}, steps={steps}, jit_compile={jit_mode(model)})", build
+    )
     session = FitSession.of(model, may_be_empty=shares.may_be_empty, may_gather=not shares.has_whole_tensors)
     with session.running(shares):
         callback_list = CallbackList(callbacks, session, shares, verbose=verbose, epochs=1, steps=steps, trains=False)

@@ -13,12 +13,12 @@ from keras import tree
 
 from hvdkit import cluster
 from hvdkit.cluster.agreement import gather
-from hvdkit.cluster.logs import get_logger
 from hvdkit.collectives.weak_registry import Attached
 from hvdkit.errors import ClusterError, HvdkitError, describe
 from hvdkit.keras.atomic_saving import make_saving_atomic
 from hvdkit.keras.attribute_swap import exchange_attributes, swap_attributes
 from hvdkit.keras.chief_variables import VariableBroadcaster, build_before_tracing
+from hvdkit.keras.compiled_functions import jit_mode, makers_of, uses_whole_step
 from hvdkit.keras.data_end import report_end_of_data
 from hvdkit.keras.function_comparison import FunctionComparison
 from hvdkit.keras.losses import check_loss
@@ -208,13 +208,12 @@ class FitSession:
             "predict_step": steps.wrap_predict(self._wrap_step(model.predict_step)),
             "reset_metrics": self._reset_metrics(model.reset_metrics),
             "_get_metrics_result_or_logs": self._metrics_at_end,
+            **makers_of(model),
             **self._functions,
         }
         attributes = self._plain_methods()
-        if cluster.size() > 1 and model.jit_compile:
-            attributes["_jit_compile"] = False
-            if cluster.is_chief() and not any(self._functions.values()):
-                get_logger().info("jit_compile: switched off for the model's steps: Horovod has no XLA kernels")
+        if model.jit_compile and not uses_whole_step(model):
+            attributes["_jit_compile"] = False  # of a whole step, which has no exchanges
         optimizers = optimizers_of(model)
         with swap_attributes(model, **attributes), following_originals(model), checked(optimizers), self._active():
             self._is_running = True
@@ -406,7 +405,7 @@ def is_running(model: Any) -> bool:
 
 def _dependencies(model: Any) -> tuple[Any, ...]:
     compiled = (getattr(model, name, None) for name in _COMPILED_ATTRIBUTES)
-    return (*compiled, *(vars(model).get(name) for name in _STEP_METHODS))
+    return (*compiled, jit_mode(model), *(vars(model).get(name) for name in _STEP_METHODS))
 
 
 def _refusal(method: str, callback: str, model: str) -> HvdkitError:

@@ -21,6 +21,7 @@ from hvdkit.internals import array_slicing, data_adapter_utils
 from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.keras.checking.step_recording import StepRecorder
 from hvdkit.keras.chief import is_on_chief, mark_on_chief
+from hvdkit.keras.compiled_functions import jit_mode
 from hvdkit.keras.fit_session import FitSession, check_all_ranks_call, check_model
 from hvdkit.keras.global_batch_shares import GlobalBatchShares
 from hvdkit.keras.inputs import DataPair, FitData, check_batch_size_of_model, prepare_data
@@ -182,7 +183,7 @@ def _fit(
         f"steps_per_epoch={steps_per_epoch}, validation_steps={validation_steps}, "
         f"validation_batch_size={validation_batch_size}, validation_freq={validation_freq}, shuffle={shuffle}, "
         f"validation_split={validation_split}, class_weight={weights}, "
-        f"loss_scope={loss_scope})"
+        f"loss_scope={loss_scope}, jit_compile={jit_mode(model)})"
     )
 
     validation_arguments: dict[str, Any] = {}

@@ -11,6 +11,7 @@ from keras import tree
 from hvdkit import cluster
 from hvdkit.collectives.call_checks import Call, agree_on_call, attempt
 from hvdkit.errors import describe
+from hvdkit.keras.compiled_functions import jit_mode
 from hvdkit.keras.fit_session import FitSession, check_all_ranks_call
 from hvdkit.keras.inputs import DataPair, FitData, check_batch_size_of_model, prepare_data
 from hvdkit.keras.keras_callbacks import CallbackList
@@ -92,7 +93,8 @@ def _predict(
         check_batch_size_of_model(model, shares)
         return shares, None
 
-    shares, _ = prepare_data(f"hk.predict(batch_size={batch_size}, steps={steps}, gather={gather!r})", build)
+    how = f"steps={steps}, gather={gather!r}, jit_compile={jit_mode(model)}"
+    shares, _ = prepare_data(f"hk.predict(batch_size={batch_size}, {how})", build)
     session = FitSession.of(model, may_be_empty=shares.may_be_empty)
     with session.running(shares):
         callback_list = CallbackList(callbacks, session, shares, verbose=verbose, epochs=1, steps=steps, trains=False)

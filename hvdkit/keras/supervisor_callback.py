@@ -15,6 +15,7 @@ from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.keras.callback_states import CallbackStates, check_callbacks, continue_logs
 from hvdkit.keras.fit_session import is_running
+from hvdkit.keras.measured_function import choice_of
 from hvdkit.keras.plain_fit import CheckedCallback
 from hvdkit.keras.step_callbacks import stateful_callbacks
 from hvdkit.keras.supervised_fit import begin_supervision, end_supervision
@@ -110,7 +111,9 @@ class SupervisorCallback(CheckedCallback):
         """Restore or initialize, and set Keras's initial epoch."""
         self._step_counters = stateful_callbacks(self.model)
         self._epoch = _Epoch()
-        self._states = CallbackStates([*self._step_counters, self._epoch], self._callbacks)
+        choice = choice_of(self.model)
+        own = [*self._step_counters, self._epoch, *([] if choice is None else [choice])]
+        self._states = CallbackStates(own, self._callbacks)
         # Callbacks that write files run on the chief only.
         self._has_states = any(gather(cluster.exchange(), "states of callbacks", lambda: self._states.change_at_end))
         self.supervisor = Supervisor(

@@ -33,6 +33,7 @@ STAYS_ANY = {
         "data.files.source.FileSource.*",
         "data.mixtures.Mixture.*.return",
         "optimizer.tape.DistributedGradientTape.gradient.*",
+        "compiling.compiled_step.CompiledStep.__init__.step",
         "supervisor.session.Supervisor.batches.return",
         "keras.*.sample_weight",
         "keras.*.x",

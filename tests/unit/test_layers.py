@@ -30,6 +30,7 @@ LAYERS = [
     {"layers"},
     {"optimizer"},
     {"sharding"},
+    {"compiling"},
     {"collectives"},
     {"cluster"},
     {"profiling"},

@@ -1,0 +1,1 @@
+"""XLA around the steps of several ranks: programs between the exchanges."""

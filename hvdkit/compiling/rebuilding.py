@@ -1,0 +1,127 @@
+"""Copy the operations of a graph into another one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdkit.compiling.operations import functions_of
+from hvdkit.internals import handle_data_util
+
+_MOST_CONSTANTS = 1024
+_MOST_DERIVED = 64
+_OF_SHAPES = ("VariableShape", "Shape", "Size")
+_HANDLES = (tf.resource, tf.variant)
+
+
+class Copies:
+    """The copies of a graph's tensors and operations in the graph that is being traced.
+
+    Args:
+        graph: the graph of a function.
+        compiled: whether the copies are for XLA.
+        tensors: tensors of ``graph``, and their copies.
+    """
+
+    def __init__(self, graph: tf.Graph, tensors: Iterable[tuple[tf.Tensor, tf.Tensor]], *, compiled: bool) -> None:
+        self._graph = graph
+        self._compiled = compiled
+        self._captured = {id(inner): outer for outer, inner in graph.captures}
+        self._tensors = {id(original): copy for original, copy in tensors}
+        self._operations: dict[tf.Operation, tf.Operation] = {}
+
+    def __getitem__(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Return the copy of a tensor."""
+        copy = self._tensors.get(id(tensor))
+        if copy is None:
+            copy = self._tensors[id(tensor)] = self._source(tensor)
+        return copy
+
+    def add(self, originals: Sequence[tf.Tensor], copies: Sequence[tf.Tensor]) -> None:
+        """Add copies of tensors."""
+        self._tensors |= {id(original): copy for original, copy in zip(originals, copies, strict=True)}
+
+    def stand_for(self, operations: Iterable[tf.Operation], call: tf.Operation) -> None:
+        """Have ``call`` stand for operations that it contains, in the control inputs of others."""
+        self._operations |= dict.fromkeys(operations, call)
+
+    def controls(self, operations: Iterable[tf.Operation]) -> list[tf.Operation]:
+        """Return the copies of the control inputs of ``operations``."""
+        inputs = (each for op in operations for each in op.control_inputs)
+        return list({id(op): op for op in map(self._operations.get, inputs) if op is not None}.values())
+
+    def _source(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Return the copy of a captured tensor or a constant."""
+        captured = self._captured.get(id(tensor))
+        if captured is None:  # a constant, or a value that is derived from constants
+            return self._copied(tensor.op)[tensor.value_index]
+        is_small = captured.dtype not in _HANDLES and hasattr(captured, "numpy")
+        if is_small and captured.shape.num_elements() <= _MOST_CONSTANTS:
+            return tf.constant(captured.numpy())
+        graph: Any = tf.compat.v1.get_default_graph()
+        return graph.capture(captured)
+
+    def copy(self, op: tf.Operation) -> None:
+        """Copy an operation whose inputs are copied."""
+        self.add(op.outputs, self._copied(op))
+
+    def _copied(self, op: tf.Operation) -> list[tf.Tensor]:
+        graph: Any = tf.compat.v1.get_default_graph()
+        if self._compiled and op.type in _OF_SHAPES:
+            value = tf.get_static_value(op.outputs[0]) if op.type != "VariableShape" else _shape_of(op.inputs[0])
+            if value is not None:
+                return [tf.constant(value, op.outputs[0].dtype)]
+        inputs = [self[tensor] for tensor in op.inputs]
+        attributes = {name: value for name, value in op.node_def.attr.items() if not name.startswith("_class")}
+        if self._compiled and "_lower_using_switch_merge" in attributes:
+            attributes["_lower_using_switch_merge"] = tf.compat.v1.AttrValue(b=False)
+        for name in functions_of(attributes):
+            graph._add_function_recursive(self._graph._get_function(name))
+        with tf.control_dependencies(self.controls([op])), tf.device(op.device):
+            copy = graph._create_op_internal(
+                op.type,
+                inputs,
+                [output.dtype for output in op.outputs],
+                name=op.name,
+                attrs=attributes,
+                op_def=op.op_def,
+            )
+        for old, new in zip(op.outputs, copy.outputs, strict=True):
+            if old.dtype in _HANDLES:
+                handle_data_util.copy_handle_data(old, new)
+            else:
+                new.set_shape(old.shape)
+        self._operations[op] = copy
+        return list(copy.outputs)
+
+
+def _shape_of(handle: tf.Tensor) -> list[int] | None:
+    """Return the shape of the variable of a handle, if it is known."""
+    data = handle_data_util.get_resource_handle_data(handle)
+    shape = tf.TensorShape(data.shape_and_type[0].shape) if data.shape_and_type else tf.TensorShape(None)
+    return shape.as_list() if shape.is_fully_defined() else None
+
+
+def is_derived(tensor: tf.Tensor) -> bool:
+    """Return True for integers that follow from constants and from the shapes of variables and tensors.
+
+    XLA needs such values while it compiles, so each program has its own copy of their operations.
+    """
+    if tensor.dtype not in (tf.int32, tf.int64):
+        return False
+    pending = [tensor.op]
+    seen: set[tf.Operation] = set()
+    while pending:
+        op = pending.pop()
+        if op in seen or op.type == "Const" or (op.type == "VariableShape" and _shape_of(op.inputs[0]) is not None):
+            continue
+        seen.add(op)
+        if not op.inputs or op.op_def.is_stateful or len(seen) > _MOST_DERIVED:
+            return False
+        if tf.get_static_value(op.outputs[0]) is None:
+            if any(each.dtype not in (tf.int32, tf.int64, tf.bool) for each in op.inputs):
+                return False
+            pending += [each.op for each in op.inputs]
+    return True

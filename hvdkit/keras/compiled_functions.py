@@ -1,0 +1,117 @@
+"""The functions with which Keras runs the steps of a model, with XLA around the computation of each rank.
+
+Keras compiles a whole step, which cannot contain an exchange between ranks. Here the step is compiled by
+:mod:`hvdkit.compiling`, which leaves exchanges outside, on one rank as on several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+from keras import tree
+
+from hvdkit import cluster
+from hvdkit.cluster.logs import get_logger
+from hvdkit.compiling.compiled_step import CompiledStep
+from hvdkit.compiling.settings import mode
+from hvdkit.internals import TensorFlowTrainer
+from hvdkit.keras.measured_function import MeasuredFunction
+
+_MAKERS = {"train": "make_train_function", "test": "make_test_function", "predict": "make_predict_function"}
+
+
+def jit_mode(model: Any) -> str:
+    """Return how the steps of a model run: "on" with XLA, "off" without, "auto" in the way that is faster.
+
+    With GPUs, Keras's default is True, and cannot be told from the program's own: there, only the environment variable
+    switches XLA on.
+    """
+    if getattr(model, "run_eagerly", False):
+        return "off"
+    return mode() or ("on" if getattr(model, "jit_compile", False) and not _has_gpus() else "off")
+
+
+def uses_whole_step(model: Any) -> bool:
+    """Return True if Keras compiles the whole step as it does without hvdkit: on one rank with GPUs."""
+    return cluster.size() == 1 and not mode() and _has_gpus()
+
+
+def _has_gpus() -> bool:
+    return bool(tf.config.list_physical_devices("GPU"))
+
+
+def makers_of(model: Any) -> dict[str, Callable[..., Any]]:
+    """Return replacements of the methods that make a model's functions, if its steps are to be compiled by XLA.
+
+    Args:
+        model: a Keras model.
+
+    Returns:
+        The replacements by name; none for a model that is not compiled by XLA.
+    """
+    how = jit_mode(model)
+    if how == "off":
+        if getattr(model, "jit_compile", False) and not mode() and cluster.size() > 1 and cluster.is_chief():
+            get_logger().info("jit_compile: steps run without XLA by default on GPUs; HVDKIT_JIT_COMPILE=on uses it")
+        return {}
+    makers: dict[str, Callable[..., Any]] = {}
+    for name, maker in _MAKERS.items():
+        if getattr(type(model), maker) is not getattr(TensorFlowTrainer, maker):
+            if cluster.is_chief():
+                get_logger().info("jit_compile: %s is the model's own: its function runs without XLA", maker)
+        elif how == "on":
+            makers[maker] = _maker(model, name, lambda name: _compiled_function(model, name))
+        elif name == "train":
+            makers[maker] = _maker(model, name, lambda name: _measured_function(model))
+    return makers
+
+
+def _maker(model: Any, name: str, create: Callable[[str], Any]) -> Callable[..., Any]:
+    attribute = f"{name}_function"
+
+    def make(force: bool = False) -> Any:
+        if force or getattr(model, attribute) is None:
+            object.__setattr__(model, attribute, create(name))  # bypass Keras's tracking
+        return getattr(model, attribute)
+
+    return make
+
+
+def _compiled_function(model: Any, name: str) -> Callable[[Any], Any]:
+    own = model._autoconvert_optionals(getattr(model, f"{name}_step"))
+    step = CompiledStep(own, autograph=False, label=f"{name}_step of {type(model).__name__} {model.name!r}")
+    return _on_batches(step) if name == "predict" else _on_iterator(model, step)
+
+
+def _measured_function(model: Any) -> Callable[[Any], Any]:
+    plain = model._make_function(model.train_step)
+    return MeasuredFunction(model, plain, _compiled_function(model, "train"))
+
+
+def _on_iterator(model: Any, step: CompiledStep) -> Callable[[Iterator[Any]], Any]:
+    """Return a function that runs a training or test step on the next batches of an iterator."""
+
+    def function(iterator: Iterator[Any]) -> Any:
+        logs = step(next(iterator))
+        for _ in range(1, model.steps_per_execution):
+            data = next(iterator, None)
+            if data is None:
+                break
+            logs = step(data)
+        return logs
+
+    return function
+
+
+def _on_batches(step: CompiledStep) -> Callable[[list[Any]], Any]:
+    """Return a function that predicts the rows of some batches."""
+
+    def function(batches: list[Any]) -> Any:
+        outputs = [step(data) for data in batches]
+        if len(outputs) == 1:
+            return outputs[0]
+        return tree.map_structure(lambda *parts: tf.concat(parts, axis=0), *outputs)
+
+    return function
