@@ -33,7 +33,7 @@ _REMEDIES = {
     errno.EROFS: "the file system is read-only: save elsewhere",
     errno.EACCES: "give this user the right to write there",
     errno.EPERM: "give this user the right to write there",
-    errno.ENOENT: "something removed it",
+    errno.ENOENT: "a folder of this path cannot be created here, or something removed it",
     errno.EEXIST: "a file of that name exists: pass a folder",
     errno.ENOTDIR: "a part of the path is a file: pass a folder",
     errno.ENAMETOOLONG: "use shorter names",

@@ -210,9 +210,12 @@ def _is_shuffled_by_python(shares: Shares | None) -> bool:
     return shares is not None and isinstance(shares.inner, PyDatasetAdapter) and bool(shares.inner.shuffle)
 
 
+_UNDIVIDED = (
+    "remove what divides the data among ranks, such as x[rank::size] or dataset.shard(size, rank): hk.fit does that"
+)
+_OTHER_SIZES = f"{_UNDIVIDED}; {see('pitfalls#the-data-is-already-split')}"
 _WHOLE_DATA = (
-    "remove what divides the data among ranks, such as x[rank::size] or dataset.shard(size, rank): hk.fit does that; "
-    "seed what draws or shuffles them (keras.utils.set_random_seed); "
+    f"{_UNDIVIDED}; seed what draws or shuffles them (keras.utils.set_random_seed); "
     f"{see('pitfalls#a-split-or-shuffle-without-a-seed')}"
 )
 
@@ -223,7 +226,7 @@ def _compare(descriptions: list[_DataDescription]) -> None:
     compare([each.python_state for each in descriptions], "shuffle", remedy, show=lambda *_: states)
     sizes = zip(*(each.sizes for each in descriptions), strict=True)
     for name, ranks in zip(("x", "validation_data"), sizes, strict=True):
-        compare(ranks, name, _WHOLE_DATA, show=_show_sizes)
+        compare(ranks, name, _OTHER_SIZES, show=_show_sizes)
     digests = zip(*(each.digests for each in descriptions), strict=True)
     for name, ranks in zip(("x, y", "validation_data"), digests, strict=True):
         compare(ranks, name, _WHOLE_DATA, show=_show_digests)
@@ -239,4 +242,9 @@ def _show_digests(odd: Any, usual: Any) -> tuple[str, str]:
 
 
 def _show_sizes(odd: Any, usual: Any) -> tuple[str, str]:
-    return f"{odd} (class, batches)", f"{usual}"
+    """Return the numbers of batches, or what else differs: the kind of data, or the settings of GlobalBatches."""
+    if odd is None or usual is None:
+        return ("none", "some") if odd is None else ("some", "none")
+    if odd[0] == usual[0] and odd[1] != usual[1]:
+        return f"{odd[1]} batches", f"{usual[1]}"
+    return f"other data {odd}", f"{usual}"

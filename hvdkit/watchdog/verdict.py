@@ -13,6 +13,7 @@ from hvdkit.watchdog.events import Exited, Failed, Leaving, Message, Training
 from hvdkit.watchdog.rank_texts import alike, tagged
 
 PREEMPTED = 75
+_SAME_CALLS = "; every rank must make the same calls: see `hvdkit docs pitfalls#only-the-chief-enters-a-collective`"
 AS_EVERY_RANK = ", as every rank did"
 DIED = "died without reporting an error (killed, out of memory, or os._exit)"
 # An error caused by the end of a rank may be reported up to this many seconds before that end.
@@ -286,7 +287,7 @@ class _History:
                 return
             code = 1
             verb = "left the job"
-            cause = f"ended before the others: rank {other} still needed it"
+            cause = f"ended before the others: rank {other} still needed it{_SAME_CALLS}"
         step = getattr(leaving.event, "step", None)
         yield _Candidate(self.rank, time, Judged(cause=cause, verb=verb, code=code, step=step), since)
 

@@ -31,6 +31,7 @@ WRONG = (
     (["-np", "two", "python"], "for example: hvdkit run -np 4 -- python train.py"),
     (["-np", "0", "python"], "for example: hvdkit run -np 4 -- python train.py"),
     (["--", "python"], "-np: got none"),
+    (["-np", "100000", "--", "python"], "-H localhost:100000 to start them all the same"),
     (["-np", "3", "-H", "localhost:2", "--", "python"], "-np: got 3, expected at most 2 ranks (localhost:2)"),
     (["-np", "2", "-H", "no-such-host.invalid:2", "--", "python"], "no-such-host.invalid: its name is unknown"),
     (["-np", "2", "--hostfile", "none", "--", "python"], "--hostfile: got none (No such file or directory)"),

@@ -196,7 +196,10 @@ def one(*events: Message) -> list[RankEvent]:
 
 
 ONE, UNKNOWN = "rank 1 on node1", "it is not known which rank failed first"
-LEFT = f"{ONE} left the job at step 20: ended before the others: rank 0 still needed it"
+LEFT = (
+    f"{ONE} left the job at step 20: ended before the others: rank 0 still needed it; every rank must make the same "
+    "calls: see `hvdkit docs pitfalls#only-the-chief-enters-a-collective`"
+)
 BAD, LEAVES, SAVED = Failed(cause="ValueError: bad"), Leaving(step=20), (Leaving(step=5), Exited(code=75))
 # What is known of two ranks, the job's exit code, and its last line.
 LAST_LINES = (

@@ -39,6 +39,9 @@ from hvdkit.watchdog.settings import HEARTBEAT, seconds
 _OPEN_MPI_BYTES = 16 << 20
 _OFFER_BYTES = 4 << 10
 
+_MOST_RANKS = 128  # on this host, if no hosts are given
+_MOST_RANKS_PER_CORE = 32
+
 
 @dataclass(frozen=True)
 class Job:
@@ -274,4 +277,9 @@ def _hosts(config: RunConfig, environment: dict[str, str]) -> tuple[Host, ...]:
         return read_hostfile(Path(path), "PBS_NODEFILE")
     if config.np is None:
         raise ValueError(describe("-np", "none", "a number of ranks", "write: hvdkit run -np 4 -- python train.py"))
+    most = max(_MOST_RANKS, _MOST_RANKS_PER_CORE * available_cores())
+    if config.np > most:  # each takes hundreds of megabytes
+        got = f"{config.np} on this host, which has {counted(available_cores(), 'core')}"
+        remedy = f"correct the number, or write -H localhost:{config.np} to start them all the same"
+        raise ValueError(describe("-np", got, f"at most {most}", remedy))
     return (Host(socket.gethostname(), config.np),)
