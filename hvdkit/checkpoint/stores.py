@@ -37,7 +37,9 @@ _READ_ONLY = ("data", "git", "github", "http", "https", "libarchive", "reference
 _CLIENTS = ("aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "google", "requests", "urllib3")
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 _CREDENTIALS = re.compile(r"credential|authenti|authoriz|forbidden|access ?denied|invalidaccesskey|signature", re.I)
-_SECRETS = re.compile(r"(//)[^/@\s]+@|((?:token|secret|password|signature|key|sig)[\w-]*[=:]\s*)[^\s&'\"]+", re.I)
+_SECRETS = re.compile(
+    r"(//)[^/@\s]+@|((?:token|secret|password|signature|access_?key|account_?key|sig)[\w-]*[=:]\s*)[^\s&'\"]+", re.I
+)
 
 
 def is_url(path: object) -> bool:
@@ -231,7 +233,7 @@ def write_bytes(path: UPath, data: bytes, *, create: bool = False, seconds: floa
 def _pipe(path: UPath, data: bytes, mode: dict[str, str]) -> None:
     try:
         path.fs.pipe_file(path.path, data, **mode)
-    except OSError as error:
+    except Exception as error:
         if mode and "precondition" in str(error).lower():  # HTTP status 412
             raise FileExistsError(str(path)) from None
         raise
