@@ -39,9 +39,15 @@ def _folds() -> bool:
 
 
 def _is_defect(error: BaseException) -> bool:
-    """Return True if an exception comes from a line of hvdkit that is no ``raise`` statement."""
+    """Return True if an exception comes from a line of hvdkit that is no ``raise`` statement.
+
+    Keras cuts its own frames, so that a line of hvdkit which called it seems to be the origin: those that it has cut
+    were raised ``from None``.
+    """
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and frames[-1].filename.startswith(_HVDKIT) and not (frames[-1].line or "").startswith("raise")
+    if not frames or not frames[-1].filename.startswith(_HVDKIT) or (frames[-1].line or "").startswith("raise"):
+        return False
+    return not error.__suppress_context__
 
 
 def _folded(blocks: list[str]) -> Iterator[str]:

@@ -50,6 +50,15 @@ def test_an_error_of_a_library_shows_where_it_is_raised():
     assert "keras" in shown[-1] and not shown[-1].startswith("..."), shown
 
 
+def test_an_error_in_frames_that_keras_has_cut_is_no_defect_of_hvdkit():
+    hk.init()
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    shown = frames(failure(lambda: hk.fit(model, np.zeros((4, 2)), np.zeros((4, 3, 2)), verbose=0)))
+    assert "hvdkit and keras" in shown[-1], shown
+    assert not any("hvdkit/keras" in line for line in shown), shown
+
+
 def test_a_defect_of_hvdkit_and_causes_are_shown_as_python_does():
     error = failure(lambda: aligned([("one",), ("two", "cells")]))  # as if a row of a table lacked a cell
     assert "terminal.py" in frames(error)[-1]
