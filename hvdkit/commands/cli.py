@@ -212,6 +212,8 @@ def _dispatch(name: str, arguments: list[str]) -> int:
             end = ["--", *program[0]] if program and program[0] else []
             words = corrected(kind, arguments)
             advice = f"for example: {command.example}"
+            if command.takes_program:
+                advice += " (options of the program itself go after its name)"
             if words is not None:
                 advice = f"did you mean: {shlex.join(['hvdkit', name, *words, *end])}"
             print(advice, file=sys.stderr, flush=True)
