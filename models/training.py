@@ -15,7 +15,7 @@ import hvdkit as hk  # before keras: a launched rank must load TensorFlow and MP
 import keras
 import numpy as np
 import tensorflow as tf
-from console import progress
+from console import progress, say
 from inputs import Dataset, ImageFiles
 
 
@@ -109,6 +109,7 @@ def folder(logdir: Path | None) -> Iterator[Path]:
     path = Path(hk.broadcast_object(tempfile.mkdtemp() if hk.is_chief() else ""))
     try:
         yield path
+        say(f"{path} is removed; --logdir DIR keeps checkpoints and curves")
     finally:
         if hk.is_chief():
             shutil.rmtree(path, ignore_errors=True)
