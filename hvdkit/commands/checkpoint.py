@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from tyro.conf import Positional, subcommand
+from tyro.conf import Positional, arg, subcommand
 
 from hvdkit.commands.options import UNSET
 from hvdkit.commands.progress_bar import byte_progress
@@ -36,7 +36,7 @@ class Inspect:
     See `hvdkit docs checkpoints`.
     """
 
-    path: Positional[str]
+    path: Positional[Annotated[str, arg(metavar="PATH")]]
     """A checkpoint, a folder of checkpoints, or a logdir; local, or a URL such as s3://bucket/run."""
     json: bool = False
     """Print JSON instead of a table."""
@@ -55,7 +55,7 @@ class Verify:
     See `hvdkit docs checkpoints`.
     """
 
-    path: Positional[str]
+    path: Positional[Annotated[str, arg(metavar="PATH")]]
     """A checkpoint, a folder of checkpoints, or a logdir; local, or a URL such as s3://bucket/run."""
 
 
@@ -76,7 +76,7 @@ class Export:
     See `hvdkit docs checkpoints`.
     """
 
-    path: Positional[str]
+    path: Positional[Annotated[str, arg(metavar="PATH")]]
     """A checkpoint; or a folder of checkpoints or a logdir, in which case the newest intact one is exported."""
     to: Path
     """Output folder."""

@@ -40,8 +40,8 @@ class CoordinatingSentinel(WatchingSentinel):
         pid: int,
         started: int,
         connected: socket.socket,
-        metrics_listener: socket.socket | None,
         listeners: Sequence[socket.socket],
+        metrics_listener: socket.socket | None = None,
     ) -> None:
         super().__init__(pid, started, connected)
         self.coordinator: Coordinator | None = None

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 
         sockets = [socket.socket(fileno=listener) for listener in listeners]
         metrics_listener = None if metrics < 0 else socket.socket(fileno=metrics)
-        return CoordinatingSentinel(pid, started, connected, metrics_listener, sockets).run()
+        return CoordinatingSentinel(pid, started, connected, sockets, metrics_listener).run()
     from hvdkit.watchdog.watching import WatchingSentinel
 
     return WatchingSentinel(pid, started, connected).run()

@@ -22,12 +22,12 @@ class RankActor:
 
     def place(self) -> tuple[str, str]:
         """Return the IP address of this node, and the name of the interface with it."""
-        import psutil
         import ray
 
+        from hvdkit.machine.interfaces import own_addresses
+
         address = ray.util.get_node_ip_address()
-        interfaces = psutil.net_if_addrs().items()
-        names = [name for name, entries in interfaces if any(entry.address == address for entry in entries)]
+        names = [own.interface for own in own_addresses() if own.address == address]
         return address, names[0] if names else ""
 
     def run(self, command: Sequence[str], variables: Mapping[str, str], folder: str) -> int:
