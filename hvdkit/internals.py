@@ -4,8 +4,8 @@ All other files import these names from here, so that a new version of TensorFlo
 A name is looked up when it is imported: the table itself loads neither library.
 
 Not imports, but private as well: attributes of Keras's objects, such as ``Trainer._jit_compile``,
-``Layer._flatten_layers``, ``CompileLoss._flat_losses`` or ``Optimizer._clip_gradients``. They are used where no public
-attribute exists.
+``Layer._flatten_layers``, ``CompileLoss._flat_losses`` or ``Optimizer._clip_gradients``, and methods of TensorFlow's
+graphs, such as ``Graph._create_op_internal``. They are used where no public one exists.
 """
 
 from __future__ import annotations
