@@ -181,7 +181,8 @@ class CompiledStep:
         if self._levels is None:
             ranks = [mine]
             if graph.has_exchange:
-                ranks = gather(cluster.exchange(), self._label, lambda: mine)
+                # Not the label, since Keras numbers the names of models per process.
+                ranks = gather(cluster.exchange(), f"programs of {self._name}", lambda: mine)
             # What follows an exchange has to give equal results on all ranks: replicas would drift apart.
             first = graph.first_exchange
             self._levels = {

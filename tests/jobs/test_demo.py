@@ -83,6 +83,7 @@ def test_without_a_terminal_training_is_plain_lines_with_one_tag(launcher):
         "step 10, loss = ",
         "step 20, loss = ",
         "trained 20 steps in ",
+        "/",  # the temporary folder, which is removed
         "held-out accuracy ",
         "all 2 ranks hold the same 1068298 weights, bit for bit (digest ",
         "finished",

@@ -143,6 +143,14 @@ def assert_compiled_is_equal(name):
     assert_equal(plain, fitted(make, optimizer, jit_compile=True, **options))
 
 
+def test_ranks_that_have_built_other_models_before_number_their_names_apart(caplog):
+    if hk.is_chief():
+        attention()
+    assert_compiled_is_equal("attention")
+    if hk.is_chief():
+        assert "in 2 programs" in caplog.text, caplog.text  # the update, too: ranks compute the same
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_hk_fit_compiled_equals_hk_fit(name):
     assert_compiled_is_equal(name)
