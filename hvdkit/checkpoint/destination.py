@@ -37,8 +37,8 @@ class Destination(Protocol):
     def prepare(self) -> None:
         """Make the folder. Raises CheckpointError if that fails."""
 
-    def publish(self, name: str, check: Callable[[], None]) -> None:
-        """Bring a file that is complete to where the checkpoint will be. ``check`` raises to end this early."""
+    def publish(self, name: str) -> None:
+        """Bring a file that is complete to where the checkpoint will be."""
 
     def send_report(self, rank: int, text: str) -> None:
         """Tell the chief that the files of ``rank`` are there."""
@@ -70,7 +70,7 @@ class LocalFolder:
         """See :class:`Destination`."""
         make_folder(self.folder)
 
-    def publish(self, name: str, check: Callable[[], None]) -> None:
+    def publish(self, name: str) -> None:
         """See :class:`Destination`."""
 
     def send_report(self, rank: int, text: str) -> None:
@@ -130,10 +130,10 @@ class StoreFolder:
         if stores.exists(self._target / NAME):  # on all ranks: the manifest is replaced after all have reported
             self.suffix = f"-{self._token}"
 
-    def publish(self, name: str, check: Callable[[], None]) -> None:
+    def publish(self, name: str) -> None:
         """See :class:`Destination`."""
         self._published.append(self._target / name)
-        stores.upload(self.folder / name, self._target / name, check=check)
+        stores.upload(self.folder / name, self._target / name)
         with contextlib.suppress(OSError):
             (self.folder / name).unlink()
 
@@ -141,7 +141,7 @@ class StoreFolder:
         """See :class:`Destination`."""
         path = self._target / report_name(rank, self._token)
         self._published.append(path)
-        stores.write_bytes(path, text.encode(), seconds=stores.PATIENT_SECONDS)
+        stores.write_bytes(path, text.encode())
 
     def take_report(self, rank: int) -> tuple[RunPath, bytes] | None:
         """See :class:`Destination`."""
@@ -158,7 +158,7 @@ class StoreFolder:
         """See :class:`Destination`."""
         check()
         if self.suffix and not is_good(self._target):
-            set_aside(self._target)
+            set_aside(self._target, self.suffix)
             remove_note(self._target)
         elif not self.suffix:
             remove_note(self._target)  # the user may have removed the checkpoint

@@ -112,6 +112,8 @@ def find_damage(path: RunPath) -> str | None:
 def _manifest_damage(path: RunPath) -> str | None:
     try:
         Manifest.load(path)
+    except stores.UnansweredError:
+        raise
     except CheckpointError as error:
         return str(error)
     return None

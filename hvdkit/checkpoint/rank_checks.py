@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import secrets
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 from hvdkit import cluster
@@ -245,6 +246,8 @@ def check_shared(folder: RunPath) -> None:
 
 
 def _refresh(folder: RunPath) -> None:
-    """List a folder, which makes a network file system refresh its cache."""
+    """List a local folder, which makes a network file system refresh its cache."""
+    if not isinstance(folder, Path):
+        return
     with contextlib.suppress(OSError):
         names_in(folder)

@@ -39,11 +39,12 @@ def sweep(target: UPath, manifest: Manifest) -> None:
     stores.remove(target / name for name in others if name != NAME)
 
 
-def set_aside(target: UPath) -> None:
-    """Copy a damaged checkpoint, whose manifest is about to be replaced, to ``step-....damaged``; the manifest last."""
-    names = (target.with_name(f"{target.name}.damaged{number or ''}") for number in itertools.count())
-    copied = next(path for path in names if not stores.exists(path))
-    files = [name for name, size in stores.sizes(target).items() if size is not None and not REPORT.fullmatch(name)]
+def set_aside(target: UPath, suffix: str) -> None:
+    """Copy a damaged checkpoint to ``step-....damaged``, its manifest last; files with ``suffix`` will replace it."""
+    paths = (target.with_name(f"{target.name}.damaged{number or ''}") for number in itertools.count())
+    copied = next(path for path in paths if not stores.exists(path))
+    names = [name for name, size in stores.sizes(target).items() if size is not None]
+    files = [name for name in names if not (REPORT.fullmatch(name) or name.endswith(f"{suffix}.safetensors"))]
     for name in sorted(files, key=lambda name: name == NAME):
         stores.copy(target / name, copied / name)
 

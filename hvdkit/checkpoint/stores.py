@@ -6,9 +6,11 @@ other ranks write to the same folder.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
@@ -22,9 +24,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PATIENT_SECONDS = 900.0
-"""How long a request of a save is repeated, during which training goes on."""
+"""How long a request of a save is repeated: training goes on meanwhile."""
 ANSWER_SECONDS = 15.0
-"""The same for requests that someone waits for."""
+"""The same for all other requests, which someone waits for."""
 _LONGEST_PAUSE = 20.0
 _SILENT_SECONDS = 5.0
 _WARN_SECONDS = 60.0
@@ -40,6 +42,23 @@ _CREDENTIALS = re.compile(r"credential|authenti|authoriz|forbidden|access ?denie
 _SECRETS = re.compile(
     r"(//)[^/@\s]+@|((?:token|secret|password|signature|access_?key|account_?key|sig)[\w-]*[=:]\s*)[^\s&'\"]+", re.I
 )
+
+# In a save: called before each attempt, raises to end it early.
+_check_of_save: ContextVar[Callable[[], None] | None] = ContextVar("check of a save", default=None)
+
+
+class UnansweredError(CheckpointError):
+    """A store did not answer, or refused a request: nothing is known about what it has."""
+
+
+@contextlib.contextmanager
+def patiently(check: Callable[[], None]) -> Iterator[None]:
+    """Repeat requests of this thread for :data:`PATIENT_SECONDS`; ``check`` is called before each attempt."""
+    token = _check_of_save.set(check)
+    try:
+        yield
+    finally:
+        _check_of_save.reset(token)
 
 
 def is_url(path: object) -> bool:
@@ -100,43 +119,37 @@ def without_secrets(text: str) -> str:
     return _SECRETS.sub(lambda match: f"{match[1] or match[2]}***{'@' if match[1] else ''}", text)
 
 
-def request(
-    path: UPath,
-    action: str,
-    function: Callable[..., T],
-    *arguments: Any,
-    seconds: float = ANSWER_SECONDS,
-    check: Callable[[], None] = lambda: None,
-    **options: Any,
-) -> T:
+def request(path: UPath, action: str, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
     """Call a function of a path's file system, and again with growing pauses if the store does not answer.
+
+    It is repeated for :data:`ANSWER_SECONDS`, or as :func:`patiently` says.
 
     Args:
         path: what the request is about.
         action: "read" or "written", for the message.
         function: a method of ``path.fs``.
         *arguments: of the method.
-        seconds: how long the request is repeated.
-        check: called before each attempt; raises to end this early.
         **options: of the method.
 
     Raises:
-        FileNotFoundError, FileExistsError: as the function raises them.
-        CheckpointError: any other error, after the last attempt.
+        FileNotFoundError, FileExistsError, IsADirectoryError: as the function raises them.
+        UnansweredError: any other error, after the last attempt.
     """
     import tenacity
 
+    check = _check_of_save.get()
+    seconds = ANSWER_SECONDS if check is None else PATIENT_SECONDS
     attempts = tenacity.Retrying(
         stop=tenacity.stop_after_delay(seconds),
         wait=tenacity.wait_random_exponential(0.2, _LONGEST_PAUSE),
         retry=tenacity.retry_if_exception(_may_pass),
-        before=lambda _: check(),
+        before=lambda _: None if check is None else check(),
         before_sleep=lambda state: _warn(path, seconds, state.seconds_since_start or 0.0),
         reraise=True,
     )
     try:
         return attempts(function, *arguments, **options)
-    except (FileNotFoundError, FileExistsError, CheckpointError):
+    except (FileNotFoundError, FileExistsError, IsADirectoryError, CheckpointError):
         raise
     except Exception as error:
         reason = without_secrets(f"{type(error).__name__}: {error}".strip(": "))
@@ -146,7 +159,7 @@ def request(
             remedy = f"the store did not answer for {seconds:g} s: check the network, and start the command again"
         else:
             remedy = "check the URL and the store"
-        raise CheckpointError(f"{path}: cannot be {action} ({reason}); {remedy}") from None
+        raise UnansweredError(f"{path}: cannot be {action} ({reason}); {remedy}") from None
 
 
 def _warn(path: UPath, seconds: float, passed: float) -> None:
@@ -189,20 +202,15 @@ def exists(path: UPath) -> bool:
     return True
 
 
-def read_bounded(path: UPath, most: int, *, seconds: float = ANSWER_SECONDS) -> bytes:
+def read_bounded(path: UPath, most: int) -> bytes:
     """Return the contents of a small object.
-
-    Args:
-        path: the object.
-        most: the largest size allowed, in bytes.
-        seconds: how long the request is repeated.
 
     Raises:
         CorruptCheckpointError: it is missing, or has more than ``most`` bytes.
-        CheckpointError: the store does not answer.
+        UnansweredError: the store does not answer.
     """
     try:
-        data = bytes(request(path, "read", path.fs.cat_file, path.path, start=0, end=most + 1, seconds=seconds))
+        data = bytes(request(path, "read", path.fs.cat_file, path.path, start=0, end=most + 1))
     except (FileNotFoundError, IsADirectoryError):
         raise CorruptCheckpointError(f"{path}: missing") from None
     if len(data) > most:
@@ -210,14 +218,13 @@ def read_bounded(path: UPath, most: int, *, seconds: float = ANSWER_SECONDS) -> 
     return data
 
 
-def write_bytes(path: UPath, data: bytes, *, create: bool = False, seconds: float = ANSWER_SECONDS) -> None:
+def write_bytes(path: UPath, data: bytes, *, create: bool = False) -> None:
     """Write a small object.
 
     Args:
         path: the object.
         data: its contents.
         create: only if it is missing; stores other than S3, GCS and Azure may check this before they write.
-        seconds: how long the request is repeated.
 
     Raises:
         FileExistsError: with ``create``, it exists.
@@ -225,7 +232,7 @@ def write_bytes(path: UPath, data: bytes, *, create: bool = False, seconds: floa
     """
     mode = {"mode": "create"} if create else {}
     try:
-        request(path, "written", _pipe, path, data, mode, seconds=seconds)
+        request(path, "written", _pipe, path, data, mode)
     except FileNotFoundError as error:
         raise _without_bucket(path, error) from None
 
@@ -239,22 +246,10 @@ def _pipe(path: UPath, data: bytes, mode: dict[str, str]) -> None:
         raise
 
 
-def upload(
-    file: Path, path: UPath, *, seconds: float = PATIENT_SECONDS, check: Callable[[], None] = lambda: None
-) -> None:
-    """Copy a local file to an object, in several parts if it is large.
-
-    Args:
-        file: the local file.
-        path: the object.
-        seconds: how long the request is repeated.
-        check: called before each attempt; raises to end this early.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
+def upload(file: Path, path: UPath) -> None:
+    """Copy a local file to an object, in several parts if it is large. Raises CheckpointError if that fails."""
     try:
-        request(path, "written", path.fs.put_file, str(file), path.path, seconds=seconds, check=check)
+        request(path, "written", path.fs.put_file, str(file), path.path)
     except FileNotFoundError as error:
         raise _without_bucket(path, error) from None
 
@@ -266,7 +261,7 @@ def _without_bucket(path: UPath, error: FileNotFoundError) -> CheckpointError:
 
 def copy(source: UPath, target: UPath) -> None:
     """Copy an object in its store, without a download."""
-    request(target, "written", source.fs.cp_file, source.path, target.path, seconds=PATIENT_SECONDS)
+    request(target, "written", source.fs.cp_file, source.path, target.path)
 
 
 def remove(paths: Iterable[UPath]) -> None:

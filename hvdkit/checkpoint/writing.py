@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from hvdkit.checkpoint import stores
 from hvdkit.checkpoint.destination import destination_of
 from hvdkit.checkpoint.entries import State, StateTensor
 from hvdkit.checkpoint.files import RunPath
@@ -256,7 +257,7 @@ class Save:
 
     def _publish(self, report: SaveReport) -> None:
         for name in report.files:
-            self.destination.publish(name, self.check_cancelled)
+            self.destination.publish(name)
 
     def _write_shard(
         self, rank: int, tensors: list[StateTensor], metadata: dict[str, str], indices: dict[str, Any]
@@ -281,17 +282,21 @@ class Save:
             with contextlib.suppress(OSError):  # not permitted on this system
                 os.nice(_NICENESS)  # on Linux only for this thread: nice(2), "C library/kernel differences"
         try:
-            if self.rank == 0:
-                manifest = build_manifest(snapshot, self._transport.collect(self, snapshot), step=self.step)
-                self.destination.commit(manifest, self._check_permitted)
-                self._after_commit()
-            else:
-                self._transport.send(self, snapshot)
+            with stores.patiently(self.check_cancelled):
+                self._write_part(snapshot)
         except Exception as error:  # the training thread raises it on all ranks
             # Keep the folder until all ranks are done, so that a rank still writing there does not fail as well.
             self.error = error
         finally:
             self.destination.close()
+
+    def _write_part(self, snapshot: Snapshot) -> None:
+        if self.rank == 0:
+            manifest = build_manifest(snapshot, self._transport.collect(self, snapshot), step=self.step)
+            self.destination.commit(manifest, self._check_permitted)
+            self._after_commit()
+        else:
+            self._transport.send(self, snapshot)
 
     def _check_permitted(self) -> None:
         self.check_cancelled()

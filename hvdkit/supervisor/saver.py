@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit import cluster
-from hvdkit.checkpoint.files import RunPath, exists
+from hvdkit.checkpoint.files import RunPath
 from hvdkit.checkpoint.folder import prune
 from hvdkit.checkpoint.manifest import step_name
 from hvdkit.checkpoint.rank_checks import agreed_state
@@ -44,7 +44,7 @@ class Saver:
         seconds: how long the last save took, or its call until it is complete; 0 before the first.
         dropped: the error for which the last save was dropped with only a warning (``stop_on_nonfinite=False``), or
             None.
-        newest: the newest checkpoint; before the first save of a new run the folder of all, if it exists.
+        newest: the newest checkpoint; before the first save of a new run the folder of all, if it is local and exists.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Saver:
 
     def start(self, restored: RunPath | None) -> None:
         """Begin a session that has restored a checkpoint, or none."""
-        self.newest = restored or (self._folder if exists(self._folder) else None)
+        self.newest = restored or (self._folder if isinstance(self._folder, Path) and self._folder.exists() else None)
 
     @property
     def busy(self) -> bool:

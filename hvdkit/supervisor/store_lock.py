@@ -69,6 +69,7 @@ class StoreLock:
         self._holder: dict[str, Any] = {}
         self._ended = threading.Event()
         self._process: int | None = None
+        self._writing = threading.Lock()  # so that the lock is not written again while it is released
 
     def __enter__(self) -> StoreLock:
         self.acquire()
@@ -102,11 +103,11 @@ class StoreLock:
         """
         if self._process is None:
             raise CheckpointError(f"{self._path}: this run has released the lock and can no longer write")
-        found = self._read(seconds=stores.PATIENT_SECONDS)
+        found = self._read()
         if found is None and self._create():
             return
         if found is None:
-            found = self._read(seconds=stores.PATIENT_SECONDS) or b""
+            found = self._read() or b""
         if not self._is_own(found):
             raise CheckpointError(refusal(self._logdir, holder_of(found), "has taken"))
 
@@ -116,7 +117,7 @@ class StoreLock:
         self._process = None
         self._ended.set()
         if process == os.getpid():
-            with contextlib.suppress(CheckpointError):
+            with contextlib.suppress(CheckpointError), self._writing:
                 if self._is_own(self._read() or b""):
                     stores.remove([self._path])
 
@@ -130,9 +131,9 @@ class StoreLock:
             return self._is_own(self._read() or b"")  # an answer may be lost, and the request repeated
         return True
 
-    def _read(self, seconds: float = stores.ANSWER_SECONDS) -> bytes | None:
+    def _read(self) -> bytes | None:
         try:
-            return stores.read_bounded(self._path, HOLDER_BYTES, seconds=seconds)
+            return stores.read_bounded(self._path, HOLDER_BYTES)
         except CorruptCheckpointError:
             return None
 
@@ -164,10 +165,9 @@ class StoreLock:
         beat = 0
         while not self._ended.wait(BEAT_SECONDS):
             beat += 1
-            with contextlib.suppress(CheckpointError):  # the store is down: verify reports it if it stays so
-                if not self._is_own(self._read() or b""):
-                    continue
-                if not self._ended.is_set():
+            # If the store is down, verify reports it if it stays so.
+            with contextlib.suppress(CheckpointError), self._writing:
+                if not self._ended.is_set() and self._is_own(self._read() or b""):
                     stores.write_bytes(self._path, self._text(beat))
 
 

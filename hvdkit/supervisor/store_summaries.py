@@ -39,16 +39,16 @@ class StoreSummaries(Summaries):
         self._ended = threading.Event()
         self._download()
         super().__init__(self._copies, resume_at=resume_at)
-        self.publish(seconds=stores.ANSWER_SECONDS)
+        self.publish()
         threading.Thread(target=self._publish_often, name="hvdkit-summaries", daemon=True).start()
 
-    def publish(self, *, seconds: float = stores.PATIENT_SECONDS) -> None:
-        """Upload the event files that have changed; each request is repeated for up to ``seconds``."""
+    def publish(self) -> None:
+        """Upload the event files that have changed."""
         with self._publishing:
             for file in sorted(self._copies.glob("events.*")):
                 size = file.stat().st_size
                 if self._sizes.get(file.name) != size:
-                    stores.upload(file, self._store / file.name, seconds=seconds)
+                    stores.upload(file, self._store / file.name)
                     self._sizes[file.name] = size
 
     def close(self) -> None:
@@ -57,7 +57,7 @@ class StoreSummaries(Summaries):
             self._ended.set()
             try:
                 super().close()
-                self.publish(seconds=stores.ANSWER_SECONDS)
+                self.publish()
             finally:
                 shutil.rmtree(self._copies, ignore_errors=True)
 
@@ -72,7 +72,7 @@ class StoreSummaries(Summaries):
     def _publish_often(self) -> None:
         while not self._ended.wait(_PUBLISH_SECONDS):
             try:
-                self.publish(seconds=stores.ANSWER_SECONDS)
+                self.publish()
             except (CheckpointError, OSError):
                 continue  # the next save reports it
 

@@ -11,6 +11,10 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import pytest
+
+from hvdkit.checkpoint import stores
+
 BUCKET = "bucket"
 SECRET = "a-secret-key"
 Fault = Callable[["Request"], "int | str | None"]
@@ -90,6 +94,16 @@ def served() -> Iterator[Store]:
         proxy.shutdown()
         proxy.server_close()
         server.stop()
+
+
+def make_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have clients of the store not repeat requests, and hvdkit repeat those outside of saves only briefly."""
+    import s3fs
+
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    monkeypatch.setattr(stores, "ANSWER_SECONDS", 0.1)
+    s3fs.S3FileSystem.clear_instance_cache()
 
 
 class _Server(http.server.ThreadingHTTPServer):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 
 import numpy as np
 import pytest
-from helpers.object_store import BUCKET, served
+from helpers.object_store import BUCKET, make_impatient, served
 
 import hvdkit as hk
 
@@ -23,6 +24,28 @@ def store():
         os.environ.update(hk.broadcast_object(None))
         yield None
         hk.barrier()
+
+
+@pytest.mark.ranks(2, 3)
+def test_an_outage_while_ranks_report_costs_no_checkpoint(store, monkeypatch):
+    make_impatient(monkeypatch)
+    if store:
+        until: list[float] = []
+
+        def fault(request):
+            if "shard-00001" in request.key and not until:
+                until.append(time.monotonic() + 2)
+            return "refuse" if until and time.monotonic() < until[0] else None
+
+        store.fault = fault
+    path = f"s3://{BUCKET}/outage/step-000000007"
+    table = hk.PartitionedVariable((11, 3), name="table", initializer="ones")
+    hk.checkpoint.save(path, {"table": table, "rank": np.array(hk.rank())})
+    if store:
+        assert until
+        store.fault = lambda request: None
+    hk.barrier()
+    assert hk.checkpoint.verify(path).checkpoints == 1
 
 
 @pytest.mark.ranks(2, 3)

@@ -11,7 +11,7 @@ import weakref
 import keras
 import numpy as np
 import pytest
-from helpers.object_store import BUCKET, SECRET, served
+from helpers.object_store import BUCKET, SECRET, make_impatient, served
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 from upath import UPath
 
@@ -157,6 +157,34 @@ def test_training_goes_on_while_the_store_is_down(store):
     assert hk.checkpoint.latest(RUN).name == f"step-{steps_while_down:09}"
 
 
+def test_an_outage_at_any_request_of_a_save_costs_no_checkpoint(store, monkeypatch):
+    make_impatient(monkeypatch)
+    with hk.Supervisor(RUN, state={"a": 1}, save_model_secs=None, summary_steps=1) as supervisor:
+        for at in range(0, 16, 3):
+            store.requests.clear()
+            ends: list[float] = []
+
+            def fault(request, at=at, ends=ends):
+                if request.number == at:
+                    ends.append(time.monotonic() + 1)
+                return "refuse" if ends and time.monotonic() < ends[0] else None
+
+            store.fault = fault
+            supervisor.step(loss=0.5)
+            supervisor.save()
+            assert ends
+            store.fault = lambda request: None
+            assert hk.checkpoint.latest(RUN).name == f"step-{supervisor.global_step:09}"
+
+
+def test_a_store_that_does_not_answer_is_no_damage(store, monkeypatch):
+    make_impatient(monkeypatch)
+    hk.checkpoint.save(STEP_1, state(1))
+    store.fault = lambda request: 503 if "manifest" in request.key and request.method == "GET" else None
+    with pytest.raises(hk.CheckpointError, match="store did not answer"):
+        hk.checkpoint.latest(RUN)
+
+
 @pytest.mark.core
 def test_the_memory_of_a_snapshot_is_free_during_the_upload(store):
     values = np.ones((100, 3))
@@ -188,6 +216,7 @@ def test_damage_is_named_skipped_and_never_replaced(store):
     hk.checkpoint.save(STEP_2, state(3))
     assert value_of(STEP_2) == 3
     assert bytes(content) == filesystem.cat_file(f"{BUCKET}/run/step-000000002.damaged/replicated.safetensors")
+    assert store.names("run/step-000000002.damaged") == ["manifest.json", "replicated.safetensors"]
     assert hk.checkpoint.latest(RUN).name == "step-000000002"
     filesystem.rm_file(f"{BUCKET}/run/step-000000002.damaged/replicated.safetensors")
     filesystem.rm_file(f"{BUCKET}/run/step-000000001/replicated.safetensors")
