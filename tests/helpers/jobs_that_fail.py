@@ -147,12 +147,17 @@ def watch(process: Any, folder: Path, act: Callable[[], None] | None, limit: flo
     for member in left:
         member.kill()
     process.wait()
-    text = re.sub(r"^hvdkit run: (starting|\d+ s:) .*\n", "", _read(folder), flags=re.MULTILINE)  # how it starts
+    text = without_start(_read(folder))
     if since is None and (found := re.search(r"fault at ([\d.]+)", text)):
         since = float(found[1])
     lines = [re.sub(r"^\[[\d,]+\]<std\w+>: ?", "", line) for line in text.splitlines()]
     last = next((line for line in reversed(lines) if line.startswith(("hvdkit: ", "hvdkit run: "))), "")
     return Ending(code, ended - (since or started), text, last, commands)
+
+
+def without_start(output: str) -> str:
+    """Return the output of a job without the lines of ``hvdkit run`` about its start."""
+    return re.sub(r"^hvdkit run: (starting|\d+ s:) .*\n", "", output, flags=re.MULTILINE)
 
 
 def _read(folder: Path) -> str:

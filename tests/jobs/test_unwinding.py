@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import tempfile
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers.jobs import call, environment, started
-from helpers.jobs_that_fail import HVDKIT_LINE, LAUNCHERS, PATHS
+from helpers.jobs_that_fail import HVDKIT_LINE, LAUNCHERS, PATHS, without_start
 from helpers.speed import scaled
 
 SCRIPT = Path(__file__).with_name("unwinding.py")
@@ -47,8 +46,7 @@ endings = started(run, "kind", "launcher")
 @pytest.mark.parametrize(("kind", "launcher", "code", "cause"), JOBS)
 def test_files_finally_clauses_and_handlers(endings, kind, launcher, code, cause):
     got, output, found = endings[kind, launcher].result()
-    output = re.sub(r"^hvdkit run: (starting|\d+ s:) .*\n", "", output, flags=re.MULTILINE)  # how it starts
-    lines = [line for line in output.splitlines() if HVDKIT_LINE.search(line)]
+    lines = [line for line in without_start(output).splitlines() if HVDKIT_LINE.search(line)]
     assert len(lines) == 1 and "rank 1 on " in lines[0] and cause in lines[0], output
     assert got == code, output
     assert output.count("Traceback") - output.count('horovodrun", line') == 1, output  # only rank 1's
