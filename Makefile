@@ -132,9 +132,10 @@ LOCK = requirements/lock$(if $(shell ls -d $(VENV)/lib/python3.14 2>/dev/null),-
 # Python compiles modules when they are imported first: few of those that are installed.
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --no-compile
 
-# scikit-learn has the images of the demo.
+# scikit-learn has the images of the demo. "compat" puts this folder on Python's path: with setuptools' default, a folder
+# named hvdkit next to a user's program, such as a clone, is found before the package.
 $(VENV)/.packages: $(VENV)/.made $(wildcard requirements/lock*.txt) setup.cfg pyproject.toml
-	$(PIP_INSTALL) --constraint $(LOCK) --editable '.[cpu]' scikit-learn
+	$(PIP_INSTALL) --constraint $(LOCK) --config-settings editable_mode=compat --editable '.[cpu]' scikit-learn
 	@touch $@
 
 $(VENV)/.tools: $(VENV)/.packages

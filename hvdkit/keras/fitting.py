@@ -33,6 +33,7 @@ from hvdkit.keras.strategies import outside_strategy
 from hvdkit.keras.supervisor_callback import SupervisorCallback
 from hvdkit.layers.batch_norm import warn_of_local_statistics
 from hvdkit.supervisor.reports import RunSummary
+from hvdkit.watchdog.ending import is_interrupt
 
 
 @outside_strategy()
@@ -297,9 +298,10 @@ def _warning_if_interrupted() -> Iterator[None]:
     """Warn on the chief, after Ctrl-C, that nothing was saved."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit) as error:  # SystemExit: in a collective that another rank has left
-        is_interrupted = isinstance(error, KeyboardInterrupt) or error.code == 128 + signal.SIGINT
-        if cluster.is_chief() and is_interrupted:
+    except BaseException as error:
+        # Another rank may have been interrupted first, while this one waited for it in a collective.
+        has_left = isinstance(error, SystemExit) and error.code == 128 + signal.SIGINT
+        if cluster.is_chief() and (has_left or is_interrupt(error)):
             remedy = "hk.fit(logdir='runs/a') saves the run, and the same command continues it"
             get_logger().warning("interrupted: nothing was saved; %s", remedy)
         raise

@@ -20,8 +20,19 @@ def random_layers_in_inference(layers: Iterable[Any]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for layer in layers:
             if type(layer).__module__.startswith(_RANDOM) or isinstance(layer, _OF_BATCH):
-                stack.enter_context(swap_attributes(layer, call=_in_inference(layer.call)))
+                stack.enter_context(in_inference(layer))
         yield
+
+
+def in_inference(layer: Any) -> contextlib.AbstractContextManager[None]:
+    """Let a layer compute as in inference in this context."""
+    return swap_attributes(layer, call=_in_inference(layer.call))
+
+
+def is_augmentation(layer: Any) -> bool:
+    """Return True for Keras's layers that change their inputs at random in training, such as RandomFlip."""
+    has_generator = isinstance(getattr(layer, "generator", None), keras.random.SeedGenerator)
+    return has_generator and type(layer).__module__.startswith("keras.src.layers.preprocessing.")
 
 
 def _in_inference(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -51,7 +51,8 @@ from hvdkit.watchdog.waits import Waits
 
 # Seconds to collect failures before a verdict: nearly simultaneous ones are compared to find the first.
 _GATHER_SECONDS = 0.25
-# Seconds for other ranks to report their own errors after a program that does not use hvdkit has failed.
+# Seconds for other ranks to report their own errors after one has raised an exception, or after a program that does not
+# use hvdkit has failed: every rank may be about to raise the same.
 _OTHERS_SECONDS = 1.0
 # Seconds for a rank to replace its killed sentinel; with hvdkit run, sentinels are not replaced.
 _REPLACE_SECONDS = 5.0
@@ -132,6 +133,8 @@ class Coordinator:
         self._end = JobEnd(size, settings, self.members, self.judge, self._lines, writes_last=not under_run)
         self.messages = 0
         self._ended_stopped: set[int] = set()  # ranks that have the order to end, of a job that is being stopped
+        self._failed: set[int] = set()  # ranks that have reported an error of their own
+        self._victims: set[int] = set()  # ranks that have reported an error caused by another rank
         self._give_up_at: float | None = None  # after the verdict: when the remaining ranks count as lost
 
     # ---- messages ---------------------------------------------------------------------------------------------
@@ -220,9 +223,15 @@ class Coordinator:
             self._record(member, message, now)
             if self.stop_requested:
                 self._end_stopped(member, message.code)
-            is_explained = not message.follows or self._leaving.have_ended
-            # An error caused by another rank waits for that rank's own report.
-            self._decide_at(now + (_GATHER_SECONDS if is_explained else LEAVE_SECONDS))
+            (self._victims if message.follows else self._failed).add(member.rank)
+            # An error caused by another rank waits for that rank's own report; one that had no victim so far may be
+            # about to happen on every rank.
+            if self._victims and not self._failed and not self._leaving.have_ended:
+                self._decide_at(now + LEAVE_SECONDS)
+            elif self._victims or self._failed >= self._running.keys():
+                self._decide_at(now + _GATHER_SECONDS)
+            else:
+                self._decide_at(now + _OTHERS_SECONDS)
         elif isinstance(message, Raised):
             member.raised = message
             member.raised_at = now

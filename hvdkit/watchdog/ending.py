@@ -170,6 +170,15 @@ def is_victim(error: BaseException) -> bool:
     return bool(names & {"OpError", "ClusterError"}) and any(part in text for part in _VICTIM_TEXTS)
 
 
+def is_interrupt(error: BaseException) -> bool:
+    """Return True if ``error`` is a KeyboardInterrupt, or the one that pybind11 raises instead.
+
+    Ctrl-C may arrive while TensorFlow creates the exception of a graph that was ended. pybind11 then raises a
+    RuntimeError, whose text contains both.
+    """
+    return isinstance(error, KeyboardInterrupt) or "REPLACED BY KeyboardInterrupt" in str(error)
+
+
 def _runs_the_script(frame: FrameType | None) -> bool:
     """Return False in hooks and handlers that run at interpreter exit: an exception raised there would be lost."""
     while frame is not None and frame.f_back is not None:

@@ -25,7 +25,7 @@ def format_exception(error: BaseException) -> list[str]:
     parts = traceback.TracebackException(type(error), error, error.__traceback__, compact=True).format()
     blocks = list(parts)
     if _folds() and not _is_defect(error):
-        blocks = list(_folded(blocks))
+        blocks = list(_folded(list(_with_graph_frames(blocks))))
     return "".join(blocks).splitlines()
 
 
@@ -48,6 +48,18 @@ def _is_defect(error: BaseException) -> bool:
     if not frames or not frames[-1].filename.startswith(_HVDKIT) or (frames[-1].line or "").startswith("raise"):
         return False
     return not error.__suppress_context__
+
+
+def _with_graph_frames(blocks: list[str]) -> Iterator[str]:
+    """Yield the blocks, with each line of TensorFlow's message about an error in a graph as a block of its own.
+
+    The message contains where each node of the graph was defined, with a frame on every other line.
+    """
+    for block in blocks:
+        if "Graph execution error" in block:
+            yield from (line for line in block.splitlines(keepends=True) if line.strip())
+        else:
+            yield block
 
 
 def _folded(blocks: list[str]) -> Iterator[str]:

@@ -18,7 +18,7 @@ from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hvdkit.errors import SEE, HvdkitError, printable, see
-from hvdkit.watchdog.ending import Exit, end_process, ending, is_victim
+from hvdkit.watchdog.ending import Exit, end_process, ending, is_interrupt, is_victim
 from hvdkit.watchdog.events import Failed, Raised
 from hvdkit.watchdog.lines import flush_streams, write_line
 from hvdkit.watchdog.rank_texts import tagged
@@ -102,7 +102,7 @@ class UncaughtErrors:
 
     def _end(self, error: BaseException, trace: TracebackType | None, thread: str | None) -> None:
         """End all ranks: through the sentinel, by MPI's abort, or by ending this rank, which shuts Horovod down."""
-        is_interrupted = isinstance(error, KeyboardInterrupt)
+        is_interrupted = is_interrupt(error)
         lines = [] if is_interrupted else _traceback(error.with_traceback(trace))
         lines += pages_of(error)
         text = "\n".join(lines)[-_LONGEST_TEXT:]
@@ -135,7 +135,7 @@ class UncaughtErrors:
 
     def _failed(self, error: BaseException, text: str, thread: str | None) -> Failed:
         """Return the report of an uncaught exception."""
-        is_interrupted = isinstance(error, KeyboardInterrupt)
+        is_interrupted = is_interrupt(error)
         where = "" if thread is None else f" (in thread {thread})"
         return Failed(
             cause="KeyboardInterrupt" if is_interrupted else f"{type(error).__name__}: {cause_of(error)}{where}",

@@ -220,6 +220,24 @@ def test_victims_wait_for_the_rank_that_caused_their_error():
     assert job.coordinator.verdict is not None and job.coordinator.verdict.rank == 2
 
 
+def test_an_error_that_every_rank_raises_is_awaited_from_all_of_them():
+    job = Job(4)
+    for rank in range(4):
+        assert_goes_on(job)
+        job.say(rank, Failed(cause="ValueError: bad", text="a traceback"))
+        job.run(0.2)
+    job.run(0.3)
+    assert job.coordinator.verdict is not None and job.coordinator.verdict.common
+    assert "as every rank did" in job.coordinator.verdict.line
+
+
+def test_an_error_of_one_rank_ends_the_job_after_a_second():
+    job = Job(4)
+    job.say(2, Failed(cause="ValueError: bad"))
+    job.run(1.3)
+    assert job.coordinator.verdict is not None and job.coordinator.verdict.rank == 2
+
+
 def test_victims_alone_end_the_job_without_blaming_a_rank():
     job = Job(3)
     job.say(1, FOLLOWS)

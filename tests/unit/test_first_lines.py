@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdkit.collectives.graphs import op_name
 from hvdkit.errors import ClusterError
-from hvdkit.watchdog.ending import is_victim
+from hvdkit.watchdog.ending import is_interrupt, is_victim
 from hvdkit.watchdog.flight_recorder import recorder
 from hvdkit.watchdog.uncaught import _traceback, cause_of, ended_a_step, left_a_loop, with_cause_first
 
@@ -132,6 +132,13 @@ def test_an_error_that_another_rank_has_caused_is_known_by_its_cause():
     assert not is_victim(error)
     error.__cause__ = ClusterError("rank 1 left the job while rank 0 waited for it")
     assert is_victim(error)
+
+
+def test_ctrl_c_is_known_where_pybind11_has_replaced_it():
+    replaced = "MISMATCH of original and normalized active exception types: ORIGINAL UnknownError REPLACED BY "
+    assert is_interrupt(KeyboardInterrupt())
+    assert is_interrupt(RuntimeError(f"pybind11::error_already_set: {replaced}KeyboardInterrupt: <EMPTY MESSAGE>"))
+    assert not is_interrupt(RuntimeError("bad"))
 
 
 def test_an_exception_of_a_graph_with_collectives_has_ended_a_step():

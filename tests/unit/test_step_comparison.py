@@ -75,7 +75,7 @@ def test_random_numbers_do_not_count_and_are_said():
     result = compare_recordings(recording(1, draws=["noise/normal"]), recording(2, loss=1.0, silenced=["dropout"]))
     assert result.is_equal and verdicts(result)[("loss", "loss")] == "random"
     text = str(result)
-    assert "note: switched off, as each rank draws its own masks: dropout" in text
+    assert "note: switched off, as each rank draws its own random numbers: dropout" in text
     assert "noise/normal" in text and text.splitlines()[-1].startswith("not comparable: 1 value")
 
 

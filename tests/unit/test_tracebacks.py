@@ -72,3 +72,16 @@ def test_a_defect_of_hvdkit_and_causes_are_shown_as_python_does():
     lines = format_exception(failure(chained))
     assert "The above exception was the direct cause of the following exception:" in lines
     assert lines.index("KeyError: 'first'") < lines.index("ValueError: second") == len(lines) - 1
+
+
+def test_an_error_in_a_graph_shows_where_the_user_defined_it():
+    hk.init()
+    model = keras.Sequential([keras.Input((4,), dtype="int32"), keras.layers.Embedding(100, 2), keras.layers.Flatten()])
+    model.compile("sgd", "mse")
+    ids = np.full((8, 4), 106)
+    error = failure(lambda: hk.fit(model, ids, np.zeros((8, 8)), verbose=0))
+    lines = format_exception(error)
+    assert any("Detected at node" in line and "embedding" in line for line in lines), lines
+    assert any("106 is not in [0, 100)" in line for line in lines), lines
+    shown = frames(error)
+    assert not any("traceback_utils.py" in line or "hvdkit/keras" in line for line in shown), shown

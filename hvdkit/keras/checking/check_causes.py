@@ -14,7 +14,7 @@ _NAMES_SHOWN = 3
 def notes_of(one: Recording, many: Recording) -> Iterator[str]:
     """Yield what was not compared, or was changed to be comparable."""
     if silenced := one.silenced or many.silenced:
-        yield f"switched off, as each rank draws its own masks: {_names(silenced)}"
+        yield f"switched off, as each rank draws its own random numbers: {_names(silenced)}"
     if draws := one.draws or many.draws:
         yield (
             f"steps draw random numbers ({_names(draws)}), of which each rank has its own: differences do not count as "

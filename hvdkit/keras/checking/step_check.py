@@ -47,7 +47,7 @@ def check_step(
     before. Call it on every rank before a long training run, and print the result. `hvdkit check` compares a whole
     program instead: code that calls ``hk.rank()`` or ``hk.size()`` gets the same numbers in both runs of this function.
 
-    The dropout of Keras's layers is switched off. Differences after other random numbers do not count.
+    Dropout and augmentation by Keras's layers are switched off. Differences after other random numbers do not count.
 
     Args:
         model: a compiled Keras model, which is built.

@@ -22,6 +22,7 @@ from hvdkit.collectives.graphs import TRUE_AT_RUN_TIME
 from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.keras.checking.step_records import RECORD_VARIABLE, RecordedArray, Recording, StepRecord
 from hvdkit.keras.model_optimizers import all_optimizers
+from hvdkit.keras.random_layers import in_inference, is_augmentation
 from hvdkit.keras.rank_functions import FirstRows
 from hvdkit.keras.rank_state import untracked_variables
 from hvdkit.sharding.shards import holding_of, is_seed_state
@@ -75,7 +76,7 @@ class StepRecorder(keras.callbacks.Callback):
 
     @contextlib.contextmanager
     def observing(self, model: Any) -> Iterator[None]:
-        """Record the steps of ``model`` that are traced inside; switch off the dropout of Keras's layers."""
+        """Record the steps of ``model`` that are traced inside; switch off Keras's dropout and augmentation layers."""
         layers = list(model._flatten_layers())
         self._is_half = any(getattr(layer, "compute_dtype", None) in _HALF for layer in layers)
         self.recording.local_normalizations = [
@@ -89,6 +90,9 @@ class StepRecorder(keras.callbacks.Callback):
                 rates = {name: rate for name, rate in rates.items() if vars(layer)[name] > 0}
                 if rates and isinstance(layer, _RANDOM_LAYERS):
                     stack.enter_context(swap_attributes(layer, **rates))
+                    self.recording.silenced.append(layer.name)
+                elif is_augmentation(layer):
+                    stack.enter_context(in_inference(layer))
                     self.recording.silenced.append(layer.name)
             step = self._observed(model, model.train_step)
             stack.enter_context(swap_attributes(model, train_step=step, _jit_compile=False))  # as on several ranks
