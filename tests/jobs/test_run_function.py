@@ -268,10 +268,7 @@ except KeyboardInterrupt:
 """
 
 
-CTRL_C = pytest.param((signal.SIGINT,), marks=pytest.mark.core)
-
-
-@pytest.mark.parametrize("numbers", [CTRL_C, (signal.SIGINT, signal.SIGINT), (signal.SIGKILL,)])
+@pytest.mark.parametrize("numbers", [(signal.SIGINT,), (signal.SIGINT, signal.SIGINT), (signal.SIGKILL,)])
 def test_all_ranks_end_with_their_caller(tmp_path, numbers):
     """After Ctrl-C, after the second one if ranks do not end, and after kill -9 of the caller."""
     (tmp_path / "program.py").write_text(SLEEPS)

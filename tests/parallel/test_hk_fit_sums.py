@@ -103,7 +103,7 @@ NOT_MEANS = {
     "centered": Centered,
     "subclass": OverBatch(),
 }
-IN_CORE = ("dice", "contrastive")
+IN_CORE = ("dice",)
 AT_NIGHT = ("tversky", "sum of dice", "hardest negative", "centered", "subclass")
 OTHERS = [
     pytest.param(name, marks=[pytest.mark.nightly] * (name in AT_NIGHT)) for name in sorted(NOT_MEANS.keys() - IN_CORE)
@@ -331,7 +331,6 @@ def own_step(loss, *hidden):
     return model
 
 
-@pytest.mark.core(2)
 @pytest.mark.ranks(2, 3)
 def test_sums_in_a_train_step_are_exact(rng, size, capfd):
     x, y = line(rng, 25)  # batches of 8, and one of 1

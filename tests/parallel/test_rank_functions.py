@@ -235,7 +235,6 @@ class Batches(keras.utils.PyDataset):
         return self._x[rows], self._y[rows]
 
 
-@pytest.mark.core(2)
 @pytest.mark.ranks(2, 3)
 def test_state_that_depends_on_each_ranks_rows_is_not_compared(rng):
     """Data of any kind: models are compared after the first batch unless the data are arrays."""

@@ -163,6 +163,7 @@ def test_the_order_of_a_round_is_shuffled_by_the_seed():
     assert all(sorted(order) == list("abcd") for order in orders[0])
 
 
+@pytest.mark.full
 def test_processes_that_fail_take_too_long_or_have_children():
     code = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True); "
     for ending, timeout, message in (

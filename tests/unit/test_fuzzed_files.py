@@ -83,6 +83,7 @@ def test_random_changes_of_a_file_give_right_values_or_an_error_that_names_it(wh
 @examples(20)
 @given(CHANGES, st.booleans())
 @example([(4096, 0, b"\xff" * 8)], False)
+@pytest.mark.full
 def test_random_changes_of_cached_offsets_change_nothing(wholes, tmp_path_factory, changes, is_cut):
     folder = tmp_path_factory.mktemp("fuzz")
     path = Path(shutil.copy(wholes["tfrecord"], folder))
@@ -179,6 +180,7 @@ HEADS = {"Content-Length": st.none() | NUMBERS.map(str) | LINES, "ETag": st.none
 @example({"headers": {"ETag": '"2"'}}, {})
 @example({"status": 200}, {})
 @example({}, {"Content-Length": "1" + "0" * 30})
+@pytest.mark.full
 def test_a_server_that_lies_gives_right_values_or_an_error_that_names_the_url(liar, lies, heads):
     Liar.lies, Liar.heads = lies, heads
     claimed = lies.get("headers", {}).get("Content-Range")

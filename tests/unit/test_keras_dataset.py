@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from helpers.speed import wait_until
 
@@ -12,6 +13,7 @@ from hvdkit.data.position import DataPosition
 from hvdkit.data.reader import RankBatch
 
 
+@pytest.mark.full
 def test_a_batch_that_is_read_while_the_dataset_is_deleted_leaves_nothing_open(monkeypatch):
     opened, closed = [], []
 

@@ -92,6 +92,7 @@ def test_order_is_independent_of_ranks_and_resumes_at_others(sources, options):
         np.testing.assert_array_equal(rest, whole[9:])
 
 
+@pytest.mark.full
 def test_every_batch_has_about_the_right_part_of_each_source(sources):
     mixed = hk.data.mixture(sources[:2], [3, 1], epoch_examples=4800)
     for options in ORDERS:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from helpers.speed import WAIT
 
 import hvdkit
@@ -97,11 +98,13 @@ def test_a_sentinel_that_cannot_be_replaced_does_not_end_the_rank():
     assert "no sentinel can be started" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 def test_stacks_need_no_temporary_files():
     done = run(NO_TEMPORARY_FILES)
     assert done.stdout == "1\n", done
 
 
+@pytest.mark.full
 def test_a_new_sentinel_learns_that_the_rank_is_busy():
     done = run(BUSY)
     assert done.stdout.strip() == "['Connect', 'Training', 'Busy']", done
@@ -111,6 +114,7 @@ def test_a_stopped_sentinel_hears_that_its_rank_leaves():
     assert run(STOPPED).stdout == "it goes on\n"
 
 
+@pytest.mark.full
 def test_a_sentinel_may_close_the_connection_before_its_rank():
     done = run(LEAVES)
     assert done.stdout == "left\n", done

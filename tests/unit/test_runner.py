@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import psutil
+import pytest
 import run as runner
 from helpers.jobs import words
 from helpers.outcomes import VERDICT, Launch, reason, report
@@ -34,12 +35,14 @@ def launched(folder, each, last, stall):
     return launch
 
 
+@pytest.mark.full
 def test_a_launch_whose_tests_end_may_take_longer_than_the_limit(tmp_path):
     launch = launched(tmp_path, 0.3, 0, stall=2)
     assert launch.seconds > 2 * slowdown()
     assert launch.passed == [f"t{number}" for number in range(10)] and not launch.failures
 
 
+@pytest.mark.full
 def test_a_launch_in_which_no_test_ends_is_ended_and_says_in_which_test(tmp_path):
     launch = launched(tmp_path, 0.01, 600, stall=2)
     assert len(launch.passed) == 9 and len(launch.failures) == 1
