@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from hvdkit.cluster.logs import get_logger
 from hvdkit.data import arguments
 from hvdkit.data.batch_plan import BatchPlan
@@ -127,3 +129,60 @@ class DataPosition:
         self.epoch = epoch
         self.step = step
         self.moves += 1
+
+
+class ArrayPosition:
+    """The position of training in arrays, which a Supervisor saves and restores.
+
+    Args:
+        steps_per_epoch: batches in an epoch.
+
+    Attributes:
+        steps_per_epoch: the same number.
+        epoch, step: the first batch of the next pass over the arrays.
+        seed: the seed of the epochs' orders; None for Keras's own order.
+    """
+
+    def __init__(self, steps_per_epoch: int) -> None:
+        self.steps_per_epoch = steps_per_epoch
+        self.epoch = 0
+        self.step = 0
+        self.seed: int | None = None
+
+    @property
+    def state(self) -> dict[str, int | None]:
+        """The state to save."""
+        return self.state_at(self.epoch * self.steps_per_epoch + self.step)
+
+    def state_at(self, global_step: int) -> dict[str, int | None]:
+        """Return the state to save after ``global_step`` batches since the start of training."""
+        epoch, step = divmod(global_step, self.steps_per_epoch)
+        return {"epoch": epoch, "step": step, "steps_per_epoch": self.steps_per_epoch, "array_seed": self.seed}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state; the state of other data than arrays has no effect.
+
+        With another batch size, training continues after as many batches as it had trained on.
+
+        Raises:
+            TypeError: the state contains something else than integers.
+            ValueError: a number is negative.
+        """
+        if "array_seed" not in state:
+            return
+        seed = state["array_seed"]
+        steps = integer("state['steps_per_epoch']", state.get("steps_per_epoch"), minimum=1)
+        epoch = integer("state['epoch']", state.get("epoch"), minimum=0)
+        step = integer("state['step']", state.get("step"), minimum=0)
+        self.seed = self.seed if seed is None else integer("state['array_seed']", seed, minimum=0)
+        self.epoch, self.step = divmod(epoch * steps + step, self.steps_per_epoch)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Read ``epoch`` next: from its start, unless a step within it was restored."""
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self.step = 0
+
+    def permutation(self, rows: np.ndarray) -> np.ndarray:
+        """Return row numbers, of the arrays or a batch, in the order of the seed and the epoch."""
+        return np.random.default_rng([self.seed or 0, self.epoch, rows[0]]).permutation(rows)

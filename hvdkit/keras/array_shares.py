@@ -1,7 +1,8 @@
 """Shares of global batches of arrays: each rank reads only its own rows, in Keras's shuffled order.
 
-Keras shuffles arrays through a dataset of index batches, by TensorFlow's global seed; the same operation in a dataset
-of row numbers gives the same order. If ranks don't share a global seed, the chief draws a seed for the order.
+Keras shuffles arrays through a dataset of index batches, by TensorFlow's global seed, which gives each epoch the same
+order; the same operation in a dataset of row numbers gives this order, too. If ranks don't share a global seed, the
+chief draws a seed, and each epoch has an order of its own. Both can be continued within an epoch.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import numpy as np
 import tensorflow as tf
 from keras import tree
 
+from hvdkit.data.position import ArrayPosition
 from hvdkit.data.sampling import digest_of_rows
-from hvdkit.internals import ArrayDataAdapter, array_slicing
+from hvdkit.internals import ArrayDataAdapter, array_slicing, context
 from hvdkit.keras.shares import DataRank, Element, Shares, untuned_options
 
 
@@ -25,7 +27,8 @@ class ArrayShares(Shares):
     Args:
         inner: Keras's adapter of the arrays, which has validated them.
         data_rank: this rank's index among the ranks with different rows.
-        seed: the chief's seed for shuffling; None for Keras's own order, if it is the same on all ranks.
+        trains: whether ``fit`` reads the arrays; otherwise evaluation or prediction.
+        steps: steps per Keras epoch; None for those of the data.
 
     Attributes:
         digest: dtypes and shapes of the arrays, and a digest of sampled rows.
@@ -33,12 +36,29 @@ class ArrayShares(Shares):
 
     inner: ArrayDataAdapter
 
-    def __init__(self, inner: ArrayDataAdapter, data_rank: DataRank, seed: int | None = None) -> None:
+    def __init__(
+        self, inner: ArrayDataAdapter, data_rank: DataRank, *, trains: bool = False, steps: int | None = None
+    ) -> None:
         super().__init__(inner, data_rank)
-        self.seed = seed
+        self._trains = trains
+        self._position = ArrayPosition(inner.num_batches)
+        self._has_whole_epochs = steps in (None, inner.num_batches)
         arrays = tree.flatten(array_slicing.convert_to_sliceable(inner._inputs, target_backend="numpy"))
         columns = [functools.partial(_numpy_rows, array) for array in arrays if array is not None]
         self.digest = digest_of_rows(columns, inner._num_samples)
+
+    @property
+    def position(self) -> ArrayPosition | None:
+        """The position of training, for a Supervisor; None if Keras's epochs differ from those of the data."""
+        return self._position if self._trains and self._has_whole_epochs else None
+
+    def shuffle_by(self, seed: int) -> None:
+        """Shuffle by the chief's seed, in place of Keras's own order."""
+        self._position.seed = seed
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Read ``epoch`` in the next pass."""
+        self._position.begin_epoch(epoch)
 
     @property
     def may_be_empty(self) -> bool:
@@ -88,29 +108,41 @@ class ArrayShares(Shares):
         dataset = dataset.map(read, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
         return dataset.with_options(options).prefetch(tf.data.AUTOTUNE)
 
+    def _global_dataset(self) -> tf.data.Dataset:
+        if not self._trains:
+            return super()._global_dataset()
+        return self._share_dataset().map(lambda data, info: (data, {}))
+
     def _indices(self) -> tf.data.Dataset:
-        """Return the row numbers of the global batches, int64 ``[b]``; each pass reshuffles if Keras's does."""
+        """Return the row numbers of the global batches, int64 ``[b]``, from the position on."""
         examples = self.inner._num_samples
         shuffle = self.inner._shuffle
-        if not shuffle:
-            return self._batches(tf.range(examples, dtype=tf.int64))
-        # Keras shuffles in a function of the dataset, where TensorFlow's operation seed is 0.
-        permute = tf.random.shuffle
-        seed = self.seed
-        if seed is not None:
-            rng = np.random.default_rng(seed)
-
-            def permute(rows: tf.Tensor) -> tf.Tensor:
-                return tf.ensure_shape(tf.numpy_function(rng.permutation, [rows], tf.int64), rows.shape)
-
-        if shuffle == "batch":
-            return self._batches(tf.range(examples, dtype=tf.int64)).map(permute)
+        position = self._position  # TensorFlow may never free a numpy_function, and what it refers to
 
         @tf.autograph.experimental.do_not_convert
-        def epoch(_: Any) -> tf.data.Dataset:
-            return self._batches(permute(tf.range(examples, dtype=tf.int64)))
+        def read(_: Any) -> tf.data.Dataset:
+            rows = tf.range(examples, dtype=tf.int64)
+            batches = self._batches(self._permuted(rows) if shuffle and shuffle != "batch" else rows)
+            if shuffle == "batch":
+                batches = batches.map(self._permuted)
+            return batches.skip(tf.numpy_function(lambda: np.int64(position.step), [], tf.int64))
 
-        return tf.data.Dataset.range(1).flat_map(epoch)
+        return tf.data.Dataset.range(1).flat_map(read)
+
+    def _permuted(self, rows: tf.Tensor) -> tf.Tensor:
+        """Return the row numbers in the order of this epoch."""
+        position = self._position
+
+        def by_seed() -> tf.Tensor:
+            return tf.numpy_function(position.permutation, [rows], tf.int64)
+
+        def by_keras() -> tf.Tensor:
+            return tf.random.shuffle(rows)  # as Keras does, in a function of the dataset: its operation seed is 0
+
+        if context.global_seed() is None:  # with deterministic operations, by_keras would raise
+            return tf.ensure_shape(by_seed(), rows.shape)
+        has_seed = tf.numpy_function(lambda: np.bool_(position.seed is not None), [], tf.bool)
+        return tf.ensure_shape(tf.cond(has_seed, by_seed, by_keras), rows.shape)
 
     def _batches(self, order: tf.Tensor) -> tf.data.Dataset:
         """Return the global batches of the row numbers ``order``, int64 ``[examples]``."""

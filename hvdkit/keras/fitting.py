@@ -92,9 +92,9 @@ def fit(
         validation_freq: epochs between validations, or a list of epochs after which to validate.
         logdir: a folder that all ranks share, or its URL in an object store, in which the run is saved every ten
             minutes, and at the end of epochs as long as saves take less than a tenth of the time. The next call with
-            this folder continues: within the epoch with ``GlobalBatches``, otherwise the epoch in which the run ended
-            begins again. Callbacks continue with their counters and best values. ``hk.callbacks.SupervisorCallback``
-            saves at other times.
+            this folder continues: within the epoch with arrays and ``GlobalBatches``, otherwise the epoch in which the
+            run ended begins again. Callbacks continue with their counters and best values.
+            ``hk.callbacks.SupervisorCallback`` saves at other times.
         loss_scope: where losses are computed: "rows" on each rank's rows, right for means and sums over rows; "batch"
             by every rank on the gathered labels and predictions of the global batch, right for any loss, e.g. Dice.
             "auto" finds out which losses are means of their rows in the first step, which gathers all that it does not
@@ -256,8 +256,7 @@ def _fit(
         warn_of_float8(model)
         warn_of_local_statistics(model)
         if logdir is not None:
-            position = shares.position if isinstance(shares, GlobalBatchShares) else None
-            callbacks = [SupervisorCallback(logdir, data=position, save_epochs=True), *tree.flatten(callbacks or [])]
+            callbacks = [SupervisorCallback(logdir, save_epochs=True), *tree.flatten(callbacks or [])]
         stack.enter_context(session.running(shares, validation_shares))
         stack.enter_context(_validating_by(model, validation_arguments))
         callback_list = CallbackList(

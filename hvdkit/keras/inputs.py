@@ -72,7 +72,7 @@ class FitData:
         inner = self._checked_adapter(data_rank)
         if isinstance(inner, ArrayDataAdapter):
             self._check_rows(inner.batch_size, data_rank)
-            return ArrayShares(inner, data_rank)
+            return ArrayShares(inner, data_rank, trains=self.initial_epoch is not None, steps=self.steps)
         parts = division_of(self.x)
         shares = Shares(inner, data_rank, may_start_mid_data=self.steps is not None, parts=parts)
         shares.get_tf_dataset()
@@ -181,8 +181,8 @@ def prepare_data(call: str, build: Callable[[], DataPair]) -> DataPair:
     if len(seeds) > 1 or None in seeds:
         chief_seed = ranks[0].random_seed if ranks[0].seed is None else ranks[0].seed
         for shares in built:
-            if isinstance(shares, ArrayShares) and cluster.size() > 1:
-                shares.seed = chief_seed
+            if isinstance(shares, ArrayShares):
+                shares.shuffle_by(chief_seed)
     return built
 
 

@@ -26,7 +26,7 @@ from hvdkit.keras.fit_session import FitSession
 from hvdkit.keras.model_optimizers import optimizers_of
 from hvdkit.keras.row_gathering import gather_rows
 from hvdkit.keras.shares import Shares
-from hvdkit.keras.supervisor_callback import SupervisorCallback, end_epoch, save_states_of
+from hvdkit.keras.supervisor_callback import SupervisorCallback, end_epoch, join_fit
 from hvdkit.layers.batch_norm import check_batch_normalization
 from hvdkit.machine.terminal import on_terminal
 from hvdkit.sharding.variables import compare_variables
@@ -210,7 +210,7 @@ class CallbackList(keras.callbacks.CallbackList):
 
         self.supervisors = [each for each in local_callbacks if isinstance(each, SupervisorCallback)]
         for supervisor in self.supervisors:
-            save_states_of(supervisor, local_callbacks)
+            join_fit(supervisor, local_callbacks, data.position)
         self._alone = [callback for callback in local_callbacks if _is_alone(callback)]
         needs = _compare_callbacks(all_callbacks, begin)
         self._combines_batch_logs = needs.batch_logs and trains
@@ -289,6 +289,7 @@ class CallbackList(keras.callbacks.CallbackList):
         """Call the callbacks; the first batch of the epoch will be compared."""
         self._is_first_batch = True
         self._session.may_end_anywhere = self._data.may_end_anywhere
+        self._data.begin_epoch(epoch)
         self._call_on_all_ranks("on_epoch_begin", epoch, logs)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:

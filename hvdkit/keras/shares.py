@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -28,6 +28,9 @@ from hvdkit.collectives.digests import digest_of_batch
 from hvdkit.data.division import ROWS, WHOLE, Parts
 from hvdkit.errors import describe, see
 from hvdkit.internals import DataAdapter, TFDatasetAdapter
+
+if TYPE_CHECKING:
+    from hvdkit.data.position import ArrayPosition, DataPosition
 
 Element = tuple[Any, dict[str, tf.Tensor]]
 
@@ -392,8 +395,16 @@ class Shares(DataAdapter):
         first = None if self._parts is not None else first_tensor(self.inner.get_tf_dataset().element_spec)
         return None if first is None or not first.shape.rank or first.shape[0] is None else float(first.shape[0])
 
+    @property
+    def position(self) -> ArrayPosition | DataPosition | None:
+        """The position of training, for a Supervisor; None if training cannot begin within an epoch."""
+        return None
+
     def begin_training(self, epoch: int | None) -> None:
         """Prepare for training from ``epoch``, which a callback may have restored; None without such a callback."""
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Prepare for a Keras epoch of training."""
 
     def on_epoch_begin(self) -> None:
         """Notify the adapter of the global batches."""

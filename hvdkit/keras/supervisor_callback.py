@@ -24,7 +24,7 @@ from hvdkit.supervisor.session import Supervisor
 
 if TYPE_CHECKING:
     from hvdkit.data.batches import GlobalBatches
-    from hvdkit.data.position import DataPosition
+    from hvdkit.data.position import ArrayPosition, DataPosition
 
 
 class SupervisorCallback(CheckedCallback):
@@ -39,8 +39,8 @@ class SupervisorCallback(CheckedCallback):
     Args:
         logdir: the run's folder, shared by all ranks, or its URL in an object store.
         until: end ``fit`` after this total number of steps; a run that has already reached it doesn't train.
-        data: the ``GlobalBatches`` whose ``as_keras()`` is passed to ``fit``; its position is saved. Without it,
-            ``fit`` resumes at the beginning of its last epoch.
+        data: the ``GlobalBatches`` whose ``as_keras()`` is passed to plain ``fit``; its position is saved. Without it,
+            plain ``fit`` resumes at the beginning of its last epoch. ``hk.fit`` knows its data.
         variables: as for ``hk.Supervisor``.
         state: as for ``hk.Supervisor``. States of hvdkit's callbacks (warm-up, step counts) are also saved.
         callbacks: callbacks of the same plain ``fit`` whose states are saved, too: ``EarlyStopping``,
@@ -82,7 +82,7 @@ class SupervisorCallback(CheckedCallback):
         logdir: str | RunPath,
         *,
         until: int | None = None,
-        data: GlobalBatches | DataPosition | None = None,
+        data: GlobalBatches | None = None,
         variables: Iterable[AnyVariable] = (),
         state: Mapping[str, Any] | None = None,
         callbacks: keras.callbacks.Callback | Iterable[keras.callbacks.Callback] = (),
@@ -93,7 +93,8 @@ class SupervisorCallback(CheckedCallback):
         self.supervisor: Supervisor | None = None
         self._logdir = run_path(logdir, "logdir")
         self._until = until
-        self._data = data
+        self._given_data = data
+        self._data: GlobalBatches | ArrayPosition | DataPosition | None = data
         self._options = options
         self._variables = list(variables)
         self._state = dict(state or {})
@@ -145,11 +146,11 @@ class SupervisorCallback(CheckedCallback):
         if self._session.restored_from is not None:
             continue_logs(self._callbacks, initial_epoch)
         self._remaining_steps = 0
-        if done_steps and self._data is None:
+        if done_steps and (self._data is None or not self._data.state["step"]):
             message = (
                 "fit: continues at step %d, in the middle of an epoch, whose batches are repeated; to continue within "
-                "the epoch, train on hk.data.GlobalBatches: hk.fit(model, batches, logdir=...), or in plain fit, "
-                "SupervisorCallback(logdir, data=batches)"
+                "the epoch, train on arrays or hk.data.GlobalBatches: hk.fit(model, batches, logdir=...), or in plain "
+                "fit, SupervisorCallback(logdir, data=batches)"
             )
             if cluster.is_chief() and initial_epoch < self.params["epochs"]:
                 get_logger().warning(message, step)
@@ -224,9 +225,15 @@ class SupervisorCallback(CheckedCallback):
         return self.params.get("steps") if self._data is None else self._data.steps_per_epoch
 
 
-def save_states_of(supervisor: SupervisorCallback, callbacks: Iterable[keras.callbacks.Callback]) -> None:
-    """Have a Supervisor save and restore the states of ``callbacks``, which are those of the same ``hk.fit``."""
+def join_fit(
+    supervisor: SupervisorCallback,
+    callbacks: Iterable[keras.callbacks.Callback],
+    position: ArrayPosition | DataPosition | None,
+) -> None:
+    """Have a Supervisor save the states of an ``hk.fit``: its callbacks', and the position if the user gave no data."""
     supervisor._callbacks = [each for each in callbacks if each is not supervisor]
+    if supervisor._given_data is None:
+        supervisor._data = position
 
 
 def end_epoch(supervisor: SupervisorCallback, epoch: int) -> None:

@@ -14,7 +14,7 @@ from hvdkit.checkpoint.rank_checks import agreed_state, run_on_chief
 from hvdkit.cluster.agreement import gather, run_on_all_ranks
 from hvdkit.cluster.logs import get_logger
 from hvdkit.cluster.progress import progress, spending
-from hvdkit.data.position import DataPosition
+from hvdkit.data.position import ArrayPosition, DataPosition
 from hvdkit.errors import CheckpointError, HvdkitError, describe, integer
 from hvdkit.layers import average_moving_statistics, synchronize_batch_normalization
 from hvdkit.optimizer.equal_ranks import note_equal
@@ -135,7 +135,7 @@ class Supervisor:
         *,
         model: keras.Model | None = None,
         optimizer: keras.optimizers.Optimizer | None = None,
-        data: Iterable[object] | DataPosition | None = None,
+        data: Iterable[object] | DataPosition | ArrayPosition | None = None,
         variables: Iterable[AnyVariable] = (),
         state: Mapping[str, Any] | None = None,
         save_model_secs: float | None = 600,
@@ -308,7 +308,7 @@ class Supervisor:
         Raises:
             HvdkitError: the Supervisor has no ``data``.
         """
-        if self._data is None or isinstance(self._data, DataPosition):
+        if self._data is None or isinstance(self._data, DataPosition | ArrayPosition):
             raise HvdkitError(describe("data", self._data, "batches", "pass data= to hk.Supervisor, or loop yourself"))
         source = iter(self._data) if self._position.follows_data else lockstep(self._data)
         while not self._stopping and (until is None or self.global_step < until):
