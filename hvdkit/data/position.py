@@ -141,6 +141,7 @@ class ArrayPosition:
         steps_per_epoch: the same number.
         epoch, step: the first batch of the next pass over the arrays.
         seed: the seed of the epochs' orders; None for Keras's own order.
+        repeated: steps of training that an earlier run on other data has repeated.
     """
 
     def __init__(self, steps_per_epoch: int) -> None:
@@ -148,15 +149,16 @@ class ArrayPosition:
         self.epoch = 0
         self.step = 0
         self.seed: int | None = None
+        self.repeated = 0
 
     @property
-    def state(self) -> dict[str, int | None]:
+    def state(self) -> dict[str, Any]:
         """The state to save."""
-        return self.state_at(self.epoch * self.steps_per_epoch + self.step)
+        return self.state_at(self.repeated + self.epoch * self.steps_per_epoch + self.step)
 
-    def state_at(self, global_step: int) -> dict[str, int | None]:
+    def state_at(self, global_step: int) -> dict[str, Any]:
         """Return the state to save after ``global_step`` batches since the start of training."""
-        epoch, step = divmod(global_step, self.steps_per_epoch)
+        epoch, step = divmod(global_step - self.repeated, self.steps_per_epoch)
         return {"epoch": epoch, "step": step, "steps_per_epoch": self.steps_per_epoch, "array_seed": self.seed}
 
     def restore(self, state: dict[str, Any]) -> None:

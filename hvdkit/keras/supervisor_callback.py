@@ -12,6 +12,7 @@ from hvdkit import cluster
 from hvdkit.checkpoint.files import RunPath, run_path
 from hvdkit.cluster.agreement import gather
 from hvdkit.cluster.logs import get_logger
+from hvdkit.data.position import ArrayPosition
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.keras.callback_states import CallbackStates, check_callbacks, continue_logs
 from hvdkit.keras.fit_session import is_running
@@ -24,7 +25,7 @@ from hvdkit.supervisor.session import Supervisor
 
 if TYPE_CHECKING:
     from hvdkit.data.batches import GlobalBatches
-    from hvdkit.data.position import ArrayPosition, DataPosition
+    from hvdkit.data.position import DataPosition
 
 
 class SupervisorCallback(CheckedCallback):
@@ -139,7 +140,7 @@ class SupervisorCallback(CheckedCallback):
             got = self.model.steps_per_execution
             expected = f"a divisor of the epoch's {steps} steps"
             raise ValueError(describe("steps_per_execution", got, expected, "pass one to model.compile"))
-        epoch, done_steps = divmod(step, steps) if steps else self._epoch.at(step)
+        epoch, done_steps = self._epoch_at(step, steps)
         self.stopped_by = self._states.stopped_by
         initial_epoch = sys.maxsize if self._is_done() or self.stopped_by else epoch
         self.model._initial_epoch = initial_epoch
@@ -156,6 +157,22 @@ class SupervisorCallback(CheckedCallback):
                 get_logger().warning(message, step)
         elif done_steps and steps:
             self._remaining_steps = steps - done_steps
+        if isinstance(self._data, ArrayPosition):
+            self._data.repeated = step - epoch * steps - self._steps_begun
+
+    def _epoch_at(self, step: int, steps: int) -> tuple[int, int]:
+        """Return the epoch at ``step``, and how many of its steps are done. Batches may have been repeated before."""
+        if steps and self._data is not None and self._session.restored_from is not None:
+            state = self._data.state
+            if state["epoch"] or state["step"]:
+                return state["epoch"], state["step"]
+        epoch, done = self._epoch.at(step)
+        return (epoch + done // steps, done % steps) if steps else (epoch, done)
+
+    @property
+    def _steps_begun(self) -> int:
+        """The steps of this epoch that an earlier run has done, if they are not repeated."""
+        return (self._steps_per_epoch() or 0) - self._remaining_steps if self._remaining_steps else 0
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Start counting the batches of this epoch."""
@@ -163,7 +180,7 @@ class SupervisorCallback(CheckedCallback):
         self._states.apply(last=True)  # now that all callbacks have begun training
         self.model._initial_epoch = None  # has been read, and is not for the fit of a callback
         self._epoch_steps = 0
-        self._epoch.begin(epoch, self._session.global_step)
+        self._epoch.begin(epoch, self._session.global_step - self._steps_begun)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:
         """Count the steps done; with ``steps_per_execution``, Keras calls once for several steps."""
@@ -219,7 +236,7 @@ class SupervisorCallback(CheckedCallback):
 
     def _is_epoch_complete(self) -> bool:
         steps = self._steps_per_epoch()
-        return steps is not None and self._session.global_step % steps == 0
+        return steps is not None and self._epoch.at(self._session.global_step)[1] % steps == 0
 
     def _steps_per_epoch(self) -> int | None:
         return self.params.get("steps") if self._data is None else self._data.steps_per_epoch
@@ -257,7 +274,7 @@ _END_OF_EPOCH = object()
 
 
 class _Epoch:
-    """The current epoch and its first step, for data of unknown length. The class name is a key in checkpoints."""
+    """The current epoch and its first step. The class name is a key in checkpoints."""
 
     def __init__(self) -> None:
         self._number = self._first_step = 0

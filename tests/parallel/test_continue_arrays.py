@@ -1,4 +1,4 @@
-"""``hk.fit`` on arrays with a ``logdir``, interrupted in an epoch: the next call reads the rows that are left."""
+"""``hk.fit`` with a ``logdir``, interrupted in epochs: arrays continue at the next batch, datasets repeat the epoch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import hvdkit as hk
 
@@ -28,10 +29,10 @@ class Interrupt(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def train(model, x, y, *, after=0, **options):
+def train(model, *data, after=0, **options):
     """Run the user's script; return the losses of its epochs, or None if it was interrupted."""
     try:
-        return hk.fit(model, x, y, batch_size=BATCH, verbose=0, callbacks=[Interrupt(after)], **options).history["loss"]
+        return hk.fit(model, *data, verbose=0, callbacks=[Interrupt(after)], **options).history["loss"]
     except SystemExit as ended:
         assert ended.code == 75
         return None
@@ -48,7 +49,7 @@ def test_a_run_with_a_seed_equals_one_that_was_not_interrupted(shared_path, shuf
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, "tanh"), keras.layers.Dropout(0.2)])
         model.add(keras.layers.Dense(1))
         model.compile("adam", "mse")
-        losses = train(model, x, y, after=after, epochs=3, shuffle=shuffle, logdir=shared_path / name)
+        losses = train(model, x, y, batch_size=BATCH, after=after, epochs=3, shuffle=shuffle, logdir=shared_path / name)
         return losses, [np.asarray(v) for v in [*model.variables, *model.optimizer.variables]]
 
     losses, expected = run("whole")
@@ -72,23 +73,38 @@ def unseeded():
     context.set_global_seed(before)
 
 
+def train_counting(logdir, after, epochs, is_dataset=False):
+    """Return whether the run was interrupted, and how often each row has been trained."""
+    ids = np.arange(400)[:, None]  # 50 full batches
+    model = keras.Sequential([keras.Input((1,), dtype="int32"), keras.layers.Embedding(400, 1, "zeros")])
+    model.compile(keras.optimizers.SGD(float(BATCH)), lambda y, out: -out)  # adds 1 to the row of each id
+    data = (ids, np.zeros(400))
+    options = {"batch_size": BATCH}
+    if is_dataset:
+        data = (tf.data.Dataset.from_tensor_slices(data).batch(BATCH),)
+        options = {}
+    losses = train(model, *data, after=after, epochs=epochs, logdir=logdir, **options)
+    return losses is None, np.asarray(model.get_weights()[0])[:, 0].round(4)
+
+
 @pytest.mark.core(2)
 @pytest.mark.usefixtures("unseeded")
 def test_without_a_seed_every_row_is_trained_once_in_each_epoch(shared_path):
-    ids = np.arange(400)  # 50 full batches
-
-    def run(after=0):
-        model = keras.Sequential([keras.Input((1,), dtype="int32"), keras.layers.Embedding(400, 1, "zeros")])
-        model.compile(keras.optimizers.SGD(float(BATCH)), lambda y, out: -out)  # adds 1 to the row of each id
-        losses = train(model, ids[:, None], np.zeros(400), after=after, epochs=2, logdir=shared_path / "run")
-        return losses, np.array(model.get_weights()[0])[:, 0]
-
     for after in (5, 50):
-        losses, _ = run(after)
-        assert losses is None
-    losses, counts = run()
-    assert len(losses) == 1
-    np.testing.assert_allclose(counts, 2.0, rtol=1e-6)
+        assert train_counting(shared_path / "run", after, epochs=2)[0]
+    interrupted, counts = train_counting(shared_path / "run", 0, epochs=2)
+    assert not interrupted
+    np.testing.assert_array_equal(counts, 2)
+
+
+@pytest.mark.core(2)
+def test_every_epoch_of_a_dataset_is_trained_to_its_end(shared_path):
+    """Batches that were repeated are no part of later epochs."""
+    for after in (30, 50 + 30):
+        assert train_counting(shared_path / "run", after, epochs=4, is_dataset=True)[0]
+    interrupted, counts = train_counting(shared_path / "run", 0, epochs=4, is_dataset=True)
+    assert not interrupted
+    assert counts.min() == 4 and counts.max() == 6, counts  # the first rows also before each interruption
 
 
 def test_another_batch_size_goes_on_after_as_many_batches(shared_path):
