@@ -5,11 +5,10 @@ events to the coordinator, which runs in ``hvdkit run`` or, without it, in the s
 coordinator ends the job and writes the last line. The modules, in reading order:
 
     events.py          the messages: reports and orders
-    channel.py         one authenticated connection per sentinel
+    channel.py         one authenticated connection per sentinel; admission.py is the coordinator's end
     verdict.py         pure: from the events to the rank that failed first, the exit code and the last line
     rank_texts.py      pure: texts of several ranks, equal ones once
     waits.py           pure: detects deadlocks and ranks that run different graphs
-    hang.py            pure: finds the rank that holds up a hanging job
     coordinator.py     receives the sentinels' reports, decides when the job has failed
     member.py          the coordinator's state for one rank
     silent_ranks.py    ranks that do not answer, or are stopped

@@ -16,7 +16,8 @@ from dataclasses import replace
 from itertools import chain
 
 from hvdkit.machine import processes
-from hvdkit.watchdog.channel import NO_ANSWER, Closed, Output, Peer, Server
+from hvdkit.watchdog.admission import Peer, Server
+from hvdkit.watchdog.channel import NO_ANSWER, Closed, Output
 from hvdkit.watchdog.events import (
     End,
     Exited,

@@ -15,16 +15,18 @@ VERSION = 4
 
 
 class Message:
-    """Base class of messages. The JSON object includes the name of the class."""
+    """Base class of messages. The JSON object includes the ``kind``, by default the name of the class."""
 
     kinds: ClassVar[dict[str, type[Message]]] = {}
+    kind: ClassVar[str]
 
-    def __init_subclass__(cls) -> None:
-        Message.kinds[cls.__name__] = cls
+    def __init_subclass__(cls, kind: str = "") -> None:
+        cls.kind = kind or cls.__name__
+        Message.kinds[cls.kind] = cls
 
     def encode(self) -> bytes:
         """Return the message as JSON."""
-        return json.dumps({"kind": type(self).__name__, **vars(self)}).encode()
+        return json.dumps({"kind": self.kind, **vars(self)}).encode()
 
 
 def decode(data: bytes) -> Message:
@@ -36,7 +38,7 @@ def decode(data: bytes) -> Message:
     try:
         fields = json.loads(data)
         kind = Message.kinds[fields.pop("kind")]
-        types = _types(kind.__name__)
+        types = _types(kind.kind)
         return kind(**{name: _read(value, types[name]) for name, value in fields.items()})
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError("not a message of hvdkit's watchdog") from error

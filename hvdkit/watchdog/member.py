@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from hvdkit.machine import processes
-from hvdkit.watchdog.channel import Peer
+from hvdkit.watchdog.admission import Peer
 from hvdkit.watchdog.events import Exited, Flight, Joined, Leaving, Message, Raised, Release, Stacks, Status
 from hvdkit.watchdog.flight_recorder import CollectiveRecord
 

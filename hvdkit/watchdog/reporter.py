@@ -23,7 +23,8 @@ from hvdkit.machine import processes
 from hvdkit.machine.interfaces import chosen_addresses, reachable_addresses
 from hvdkit.machine.launcher import LaunchedRank
 from hvdkit.watchdog import sentinel
-from hvdkit.watchdog.channel import Offer, listen, receive_now, send_now
+from hvdkit.watchdog.admission import listen
+from hvdkit.watchdog.channel import Offer, receive_now, send_now
 from hvdkit.watchdog.ending import end_process, ending, flush_files, is_victim, report_exit_status
 from hvdkit.watchdog.events import (
     Busy,
