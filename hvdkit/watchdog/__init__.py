@@ -30,10 +30,12 @@ coordinator ends the job and writes the last line. The modules, in reading order
     flight_recorder.py the last collectives of a rank, in shared memory
     flight_file.py     the last collectives of all ranks of a failed job, in a file
     reporter.py        the rank's side: starts its sentinel, reports to it, carries out its orders
+    sentinel_start.py  how a rank gets its sentinel
+    training_thread.py what the training thread does, seen from another thread
     uncaught.py        uncaught exceptions
     tracebacks.py      their tracebacks, without the frames of libraries
     busy.py            ``hk.busy``
     ending.py          ends a rank: its interpreter exits normally, within a deadline
 
-All modules except the last five use only the standard library: a sentinel imports neither TensorFlow nor ``hvdkit``.
+All modules except the last seven use only the standard library: a sentinel imports neither TensorFlow nor ``hvdkit``.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import UnionType
@@ -296,6 +297,13 @@ class Connect(Message):
     offer: str
     chief_host: str
     speaks: bool
+
+    @classmethod
+    def of(cls, rank: int, hosts: Sequence[str], places: Sequence[str], offer: str) -> Connect:
+        """Return the message of a rank, given the host and the place of each rank."""
+        elsewhere = (other for other, place in enumerate(places) if place != places[0])
+        speaks = rank == next(elsewhere, 1)
+        return cls(rank=rank, size=len(hosts), host=hosts[rank], offer=offer, chief_host=hosts[0], speaks=speaks)
 
 
 @dataclass(frozen=True, kw_only=True)
