@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from keras import tree
 
-from hvdkit.data.sampling import digest_of_rows
+from hvdkit.data.arrays import digest_of_rows
 from hvdkit.internals import ArrayDataAdapter, array_slicing
 from hvdkit.keras.shares import DataRank, Element, Shares, untuned_options
 

@@ -31,6 +31,7 @@ class Agreements:
         stop_on_nonfinite: raise NonFiniteError for a loss that is NaN or infinite.
 
     Attributes:
+        pace: says after which steps the ranks agree; the same on all ranks.
         wants_stop: whether this rank requests to stop.
         stopping: whether all ranks have agreed to stop.
         preempted_by: the signal because of which they have; None without one.
@@ -49,7 +50,7 @@ class Agreements:
         self._begin_save = begin_save
         self._seconds = save_model_secs or math.inf
         self._stop_on_nonfinite = stop_on_nonfinite
-        self._pace = Pace(min(_AGREE_SECONDS, self._seconds / 5))
+        self.pace = Pace(min(_AGREE_SECONDS, self._seconds / 5))
         self._signals = StopSignals()
         self.wants_stop = False
         self.stopping = False
@@ -66,10 +67,6 @@ class Agreements:
     def end(self) -> None:
         """End the session."""
         self._signals.__exit__(None, None, None)
-
-    def are_due(self, step: int) -> bool:
-        """Return whether the ranks agree after ``step``; the same on all ranks."""
-        return self._pace.due(step)
 
     def agree(self, step: int, *, saves: bool, last: bool = False) -> None:
         """Exchange messages between ranks and act on them at this step. Every rank calls it.
@@ -93,7 +90,7 @@ class Agreements:
                 loss=0.0 if self.loss is None else to_float("loss", self.loss),
                 saving=self._saver.progress(),
                 save_now=time.monotonic() - self._saver.when >= self._seconds,
-                interval=self._pace.proposal(step),
+                interval=self.pace.proposal(step),
             ),
         )
         if self.loss is not None:
@@ -113,4 +110,4 @@ class Agreements:
         if last or not self._saver.asynchronous:
             self._saver.wait()
         # During a save, agree at every step, to detect its failure early.
-        self._pace.settle(step, 1 if self._saver.busy else messages[0].interval)
+        self.pace.settle(step, 1 if self._saver.busy else messages[0].interval)

@@ -314,7 +314,7 @@ class Supervisor(SummarizedSession):
             SystemExit: the loop continues after all ranks agreed to stop.
         """
         self._require_open()
-        if self.preempted:  # the loop did not stop after the ranks agreed to
+        if self._agreements.preempted_by is not None:  # the loop did not stop after the ranks agreed to
             raise SystemExit(PREEMPTED)
         before = self._position.step
         self._position.advance(steps, prefetched=prefetched)
@@ -328,7 +328,7 @@ class Supervisor(SummarizedSession):
                 self._has_compared = True
                 self._detector.compare(now)
             self._detector.check(now)
-        if (saves := _crosses(self._save_steps, before, now)) or self._agreements.are_due(now):
+        if (saves := _crosses(self._save_steps, before, now)) or self._agreements.pace.due(now):
             self._agreements.agree(now, saves=saves)
 
     def save(self, *, wait: bool = True) -> RunPath:

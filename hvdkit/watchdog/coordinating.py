@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from hvdkit.machine import processes
 from hvdkit.machine.launcher import end_stuck_launcher, shell_that_waits
-from hvdkit.machine.limits import allow_files
+from hvdkit.machine.processes import allow_files
 from hvdkit.watchdog.admission import Peer
 from hvdkit.watchdog.channel import Offer
 from hvdkit.watchdog.coordinator import Coordinator

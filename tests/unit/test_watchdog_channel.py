@@ -22,7 +22,7 @@ from helpers.coordinating import HEADER, LOCAL, Job, joined
 from helpers.speed import WAIT, wait_until
 
 from hvdkit.machine import interfaces
-from hvdkit.machine.limits import allow_files
+from hvdkit.machine.processes import allow_files
 from hvdkit.watchdog import admission, channel, sentinel, watching
 from hvdkit.watchdog.admission import Server, listen
 from hvdkit.watchdog.channel import STDOUT, Closed, Connection, Offer, Output, connect, receive_now, send_now

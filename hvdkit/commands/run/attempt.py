@@ -21,7 +21,7 @@ from hvdkit.commands.run.secret import PrivateFile
 from hvdkit.errors import ClusterError
 from hvdkit.machine import processes
 from hvdkit.machine.launcher import ALONE, launched_rank
-from hvdkit.machine.limits import allow_files
+from hvdkit.machine.processes import allow_files
 from hvdkit.watchdog import sentinel
 from hvdkit.watchdog.admission import listen
 from hvdkit.watchdog.channel import Offer, Output
