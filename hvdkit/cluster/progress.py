@@ -64,7 +64,7 @@ class Progress:
             self.profile.at_step(step)
 
     def count_step(self, step: int) -> None:
-        """Note the number of steps trained, for metrics; nothing happens if a Supervisor counts them."""
+        """Note the number of steps trained, for metrics, in a program that has no Supervisor."""
         if self.flight.step is None:
             self.flight.notes.at_step(step)
 

@@ -77,7 +77,8 @@ class _StepCounter(CheckedCallback):
 
 def _report_step(callback: _StepCounter, step: int) -> None:
     now = progress()
-    now.count_step(step)
+    if now.flight.step is None:  # otherwise the Supervisor counts
+        now.count_step(step)
     profile = now.profile
     if profile is not None:
         profile.at_step(step, f"{type(callback).__name__} {id(callback)}")
