@@ -15,7 +15,7 @@ from pathlib import Path
 from time import process_time
 from typing import Any, Protocol
 
-from hvdkit.machine.limits import allow_files
+from hvdkit.machine.processes import allow_files
 from hvdkit.watchdog.channel import Closed, Offer, connect
 from hvdkit.watchdog.events import Joined, Message
 

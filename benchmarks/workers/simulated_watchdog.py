@@ -16,9 +16,10 @@ from typing import Any
 from simulated import Sentinels, joined, peak_mb, read, sent_and_received, write
 
 from hvdkit.machine import processes
-from hvdkit.machine.limits import allow_files
+from hvdkit.machine.processes import allow_files
 from hvdkit.watchdog import flight_file
-from hvdkit.watchdog.channel import MESSAGE, Offer, Output, listen, send_now
+from hvdkit.watchdog.admission import listen
+from hvdkit.watchdog.channel import MESSAGE, Offer, Output, send_now
 from hvdkit.watchdog.coordinating import CoordinatingSentinel
 from hvdkit.watchdog.events import (
     Connect,

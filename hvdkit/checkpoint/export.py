@@ -13,8 +13,9 @@ import numpy as np
 
 from hvdkit.checkpoint.files import RunPath, atomic_file, checkpoint_errors, local_path, run_path, write_text
 from hvdkit.checkpoint.inspection import newest_at
-from hvdkit.checkpoint.manifest import Manifest, TensorEntry
+from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.reading import Reader
+from hvdkit.checkpoint.tensor_entry import TensorEntry
 from hvdkit.checkpoint.tensorfile import BLOCK_BYTES
 from hvdkit.errors import describe, printable
 

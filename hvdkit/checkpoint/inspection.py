@@ -9,8 +9,9 @@ from typing import Any
 
 from hvdkit.checkpoint.files import RunPath, exists, is_folder, run_path
 from hvdkit.checkpoint.folder import find_damage, latest, list_checkpoints
-from hvdkit.checkpoint.manifest import NAME, Manifest, TensorEntry, is_checkpoint
+from hvdkit.checkpoint.manifest import NAME, Manifest, is_checkpoint
 from hvdkit.checkpoint.reading import Reader
+from hvdkit.checkpoint.tensor_entry import TensorEntry
 from hvdkit.errors import CheckpointError, counted, describe, printable
 from hvdkit.machine.terminal import aligned
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import math
 import platform
 import re
 from collections.abc import Iterator, Mapping
@@ -17,27 +16,24 @@ import numpy as np
 import xxhash
 
 from hvdkit._version import __version__
-from hvdkit.checkpoint.bounds import DIMENSIONS, RANKS, STEPS, TOTAL_BYTES, manifest_bytes, most_files
-from hvdkit.checkpoint.coverage import coverage_problem
+from hvdkit.checkpoint.bounds import RANKS, STEPS, manifest_bytes, most_files
 from hvdkit.checkpoint.files import RunPath, exists, names_in, read_bounded, read_errors, regular_sizes, write_text
 from hvdkit.checkpoint.schema import (
     FieldError,
     array,
     checked,
-    choice,
     entry_name,
     integer,
     json_of,
     mapping,
-    optional,
     plain,
     text,
     too_many_values,
     typed,
 )
-from hvdkit.checkpoint.tensorfile import DTYPES, FileRecord, TensorFile
-from hvdkit.errors import CheckpointError, CorruptCheckpointError, printable
-from hvdkit.sharding.partition import FLAT
+from hvdkit.checkpoint.tensor_entry import DIGEST, FILE_NAME, TENSOR, Part, TensorEntry, coverage_problem
+from hvdkit.checkpoint.tensorfile import FileRecord, TensorFile
+from hvdkit.errors import CheckpointError, CorruptCheckpointError
 
 NAME = "manifest.json"
 FORMAT = "hvdkit checkpoint"
@@ -83,68 +79,6 @@ def step_of(path: RunPath) -> int | None:
     """Return the step in a checkpoint's name, or None for another name."""
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match else None
-
-
-@dataclass(frozen=True)
-class Part:
-    """One rank's part of a tensor, or an entire replicated tensor.
-
-    Attributes:
-        file: the file's name in the checkpoint's folder.
-        checksum: checksum of the bytes, computed by blocks (see ``tensorfile``).
-        index: for a sharded tensor, ``[start, stop, step]`` of the global indices along each axis; if the rule is
-            "flat", of the elements in row-major order.
-    """
-
-    file: str
-    checksum: str
-    index: tuple[tuple[int, int, int], ...] | None = None
-
-    def ranges(self) -> tuple[range, ...]:
-        """Return the global indices along each axis."""
-        return tuple(range(*axis) for axis in self.index or ())
-
-    def shape_of(self, tensor: TensorEntry) -> tuple[int, ...]:
-        """Return the shape of this part of ``tensor``."""
-        return tensor.shape if self.index is None else tuple(map(len, self.ranges()))
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """The manifest entry of one tensor.
-
-    Attributes:
-        kind: "replicated", "sharded" or "per_rank".
-        shape: global shape; for a ``per_rank`` tensor, the shape on each rank.
-        dtype: name of the NumPy dtype.
-        parts: a single part; or one for each rank that holds a part, in rank order.
-        partition: for a sharded tensor, the partition rule.
-    """
-
-    kind: str
-    shape: tuple[int, ...]
-    dtype: str
-    parts: tuple[Part, ...]
-    partition: str | None = None
-
-    @property
-    def arrays(self) -> int:
-        """The number of arrays of ``shape``: one per rank for a ``per_rank`` tensor, otherwise 1."""
-        return len(self.parts) if self.kind == "per_rank" else 1
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all its arrays."""
-        return self.arrays * math.prod(self.shape) * np.dtype(self.dtype).itemsize
-
-    @property
-    def index_lengths(self) -> tuple[int, ...]:
-        """Lengths of the axes that the indices of parts refer to: one axis of all elements if the rule is "flat"."""
-        return (math.prod(self.shape),) if self.partition == FLAT else self.shape
-
-    def __str__(self) -> str:
-        rule = f" {printable(self.partition)}" if self.partition else ""
-        return f"{self.dtype}{list(self.shape)} ({self.kind}{rule})"
 
 
 @dataclass
@@ -417,39 +351,12 @@ def _checksum(content: dict[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
-def _axis(value: Any) -> tuple[int, int, int]:
-    """Schema of the indices along an axis, ``[start, stop, step]``."""
-    if (type(value) is list or type(value) is tuple) and len(value) == 3:
-        start, stop, step = value
-        are_integers = type(start) is int and type(stop) is int and type(step) is int
-        if are_integers and 0 <= start <= TOTAL_BYTES and 0 <= stop <= TOTAL_BYTES and 1 <= step <= TOTAL_BYTES:
-            return start, stop, step
-    raise FieldError(value, "[start, stop, step]: integers of at least 0, 0 and 1")
-
-
-def _tensor(shape: tuple[int, ...], dtype: str, **others: Any) -> TensorEntry:
-    if math.prod(max(1, axis) for axis in shape) * np.dtype(dtype).itemsize > TOTAL_BYTES:
-        raise FieldError(list(shape), f"at most {TOTAL_BYTES} bytes", "shape")
-    return TensorEntry(shape=shape, dtype=dtype, **others)
-
-
-_FILE_NAME = text(re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}"), "the name of a file in this folder")
-_DIGEST = text(re.compile(r"[0-9a-f]{32}"), "32 hexadecimal digits")
-_PART = typed(Part, file=_FILE_NAME, checksum=_DIGEST, index=optional(array(_axis, most=DIMENSIONS)))
-_TENSOR = typed(
-    _tensor,
-    kind=choice({"replicated": "replicated", "sharded": "sharded", "per_rank": "per_rank"}),
-    shape=array(integer(), most=DIMENSIONS),
-    dtype=choice({dtype.name: dtype.name for dtype in DTYPES.values()}),
-    parts=array(_PART),
-    partition=optional(text()),
-)
 _FIELDS: Mapping[str, Any] = {
     "step": integer(0, STEPS),
     "size": integer(1, RANKS),
-    "variables": mapping(_TENSOR),
+    "variables": mapping(TENSOR),
     "values": mapping(plain),
-    "files": mapping(typed(FileRecord.of, bytes=integer(), checksum=_DIGEST), _FILE_NAME),
+    "files": mapping(typed(FileRecord.of, bytes=integer(), checksum=DIGEST), FILE_NAME),
     "created": text(),
     "versions": mapping(text(), text()),
 }

@@ -10,7 +10,8 @@ import numpy as np
 
 from hvdkit.checkpoint.entries import State, StateTensor, key_of
 from hvdkit.checkpoint.files import RunPath
-from hvdkit.checkpoint.manifest import Manifest, TensorEntry
+from hvdkit.checkpoint.manifest import Manifest
+from hvdkit.checkpoint.tensor_entry import TensorEntry
 from hvdkit.errors import CheckpointError
 
 _NUMBER = re.compile(r"_\d+(?=/|$|_)")

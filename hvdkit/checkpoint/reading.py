@@ -11,7 +11,8 @@ import numpy as np
 
 from hvdkit.checkpoint.entries import Resize, StateTensor
 from hvdkit.checkpoint.files import RunPath
-from hvdkit.checkpoint.manifest import Manifest, Part, TensorEntry
+from hvdkit.checkpoint.manifest import Manifest
+from hvdkit.checkpoint.tensor_entry import Part, TensorEntry
 from hvdkit.checkpoint.tensorfile import BLOCK_BYTES, TensorFile
 from hvdkit.data.aligned import aligned_empty
 from hvdkit.errors import CorruptCheckpointError

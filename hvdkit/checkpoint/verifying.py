@@ -13,7 +13,8 @@ import numpy as np
 from hvdkit.checkpoint.files import RunPath, exists, run_path
 from hvdkit.checkpoint.folder import clear_damage, record_damage
 from hvdkit.checkpoint.inspection import checkpoints_at, format_bytes
-from hvdkit.checkpoint.manifest import NAME, Manifest, Part
+from hvdkit.checkpoint.manifest import NAME, Manifest
+from hvdkit.checkpoint.tensor_entry import Part
 from hvdkit.checkpoint.tensorfile import TensorFile, TensorLocation
 from hvdkit.errors import CheckpointError, CorruptCheckpointError
 

@@ -21,8 +21,9 @@ from hvdkit.checkpoint.destination import destination_of
 from hvdkit.checkpoint.entries import State, StateTensor
 from hvdkit.checkpoint.files import RunPath
 from hvdkit.checkpoint.folder import latest
-from hvdkit.checkpoint.manifest import RANK_VALUES, Manifest, Part, TensorEntry, replicated_name, shard_name
+from hvdkit.checkpoint.manifest import RANK_VALUES, Manifest, replicated_name, shard_name
 from hvdkit.checkpoint.schema import Schema, array, checked, json_of, mapping, plain, too_many_values, typed
+from hvdkit.checkpoint.tensor_entry import Part, TensorEntry
 from hvdkit.checkpoint.tensorfile import FileRecord, NonFiniteTensor, write_file
 from hvdkit.errors import CheckpointError, NonFiniteError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -273,34 +273,21 @@ def alltoall(
     members = resolve(process_set, group)
     size = cluster.size() if members is None else members.size
     index = cluster.rank() if members is None else members.index
-    counts: list[tf.Tensor] = []  # splits as a tensor, set by ``check``
-    are_valid: list[tf.Tensor] = []  # a bool tensor, if the splits can be checked only when the graph runs
+    checked: list[_Splits] = []  # set by ``check``
 
     def check(inputs: Tensors) -> None:
-        (x,) = inputs
-        dtypes.check_movable(x.dtype)
-        rows: int | None = x.shape[0] if x.shape.rank is not None else None
-        if tf.executing_eagerly():
-            counts.append(tf.constant(_checked_splits(splits, x.shape[0], size), tf.int32))
-            return
-        # The splits are known when the graph is built, or only when it runs.
-        static = splits if splits is None else tf.get_static_value(as_tensor(splits))
-        if rows is not None and (splits is None or static is not None):
-            with contextlib.suppress(ValueError):
-                counts.append(tf.constant(_checked_splits(static, rows, size), tf.int32))
-                return
-        in_graph, valid = _splits_in_graph(splits, tf.shape(x)[0], size)
-        counts.append(in_graph)
-        are_valid.append(valid)
+        dtypes.check_movable(inputs[0].dtype)
+        checked.append(_splits_of(inputs[0], splits, size))
 
     def combine(values: list[list[np.ndarray]]) -> list[np.ndarray]:
         rows, row_counts = zip(*values, strict=True)
         return list(numpy_collectives.exchange_rows(rows, row_counts, index))
 
     def exchange(inputs: Tensors) -> Tensors:
-        if are_valid:
-            return list(tensors.compared_alltoall(inputs[0], counts[0], are_valid[0], tensors.PUBLIC, members))
-        return list(tensors.alltoall(inputs[0], counts[0], tensors.PUBLIC, members))
+        counts, are_valid = checked[0]
+        if are_valid is None:
+            return list(tensors.alltoall(inputs[0], counts, tensors.PUBLIC, members))
+        return list(tensors.compared_alltoall(inputs[0], counts, are_valid, tensors.PUBLIC, members))
 
     collective = Collective(
         kind=f"alltoall({describe_group(members)})" if members else "alltoall",
@@ -310,11 +297,35 @@ def alltoall(
         exchange=exchange,
         gradient=lambda xs, ys, dys: [alltoall(dy, ys[1], process_set=members)[0] for dy in dys],
         uneven=True,
-        extra=lambda: [counts[0].numpy()],
+        extra=lambda: [checked[0].counts.numpy()],
         name=name,
     )
     received, received_splits = run(collective, [x])
     return received if splits is None else (received, result_converter(x)(received_splits))
+
+
+class _Splits(NamedTuple):
+    """The splits of an alltoall as a tensor, and whether they match; None if that is already known."""
+
+    counts: tf.Tensor
+    are_valid: tf.Tensor | None = None
+
+
+def _splits_of(x: tf.Tensor, splits: npt.ArrayLike | tf.Tensor | None, size: int) -> _Splits:
+    """Return the splits of ``x``, which are known when a graph is built, or only when it runs.
+
+    Raises:
+        ValueError: they do not match ``x``; not while a graph is built.
+        TypeError: as for :func:`_splits_in_graph`.
+    """
+    if tf.executing_eagerly():
+        return _Splits(tf.constant(_checked_splits(splits, x.shape[0], size), tf.int32))
+    rows: int | None = x.shape[0] if x.shape.rank is not None else None
+    static = splits if splits is None else tf.get_static_value(as_tensor(splits))
+    if rows is not None and (splits is None or static is not None):
+        with contextlib.suppress(ValueError):
+            return _Splits(tf.constant(_checked_splits(static, rows, size), tf.int32))
+    return _Splits(*_splits_in_graph(splits, tf.shape(x)[0], size))
 
 
 def _checked_splits(splits: npt.ArrayLike | tf.Tensor | None, rows: int, size: int) -> np.ndarray:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import optree
+import xxhash
 
 from hvdkit.data.aligned import aligned_empty
 from hvdkit.data.order import Order, Shuffle, shuffled_indices
-from hvdkit.data.sampling import digest_of_rows
 from hvdkit.errors import describe
+
+_SAMPLED_ROWS = 8
 
 
 class Concatenated:
@@ -197,3 +199,26 @@ def _first_row(name: str, array: Any) -> np.ndarray:
         remedy = "pass dict(arrays)" if isinstance(array, Mapping) else "convert it with np.asarray"  # np.load of .npz
         raise TypeError(describe(name, got, expected, remedy)) from error
     return row
+
+
+def digest_of_rows(columns: Iterable[Callable[[np.ndarray], np.ndarray]], examples: int) -> tuple[list[str], int]:
+    """Return dtype and shape of each column, and a digest of up to 8 evenly spaced rows of all columns.
+
+    Args:
+        columns: functions that read the rows with these indices, int64 ``[n]``, as an array ``[n, ...]``.
+        examples: number of rows of each column.
+
+    Example:
+        >>> digest_of_rows([np.ones((100, 3), np.float32).__getitem__], 100)[0]
+        ['float32[100, 3]']
+    """
+    indices = (
+        np.unique(np.linspace(0, examples - 1, _SAMPLED_ROWS).astype(np.int64)) if examples else np.zeros(0, np.int64)
+    )
+    hasher = xxhash.xxh3_64()
+    kinds = []
+    for read in columns:
+        rows = np.ascontiguousarray(read(indices))
+        kinds.append(f"{rows.dtype.name}{[examples, *rows.shape[1:]]}")
+        hasher.update(repr(rows.tolist()).encode() if rows.dtype.hasobject else rows.tobytes())
+    return kinds, hasher.intdigest()

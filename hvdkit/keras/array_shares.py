@@ -15,8 +15,8 @@ import numpy as np
 import tensorflow as tf
 from keras import tree
 
+from hvdkit.data.arrays import digest_of_rows
 from hvdkit.data.position import ArrayPosition
-from hvdkit.data.sampling import digest_of_rows
 from hvdkit.internals import ArrayDataAdapter, array_slicing, context
 from hvdkit.keras.shares import DataRank, Element, Shares, untuned_options
 

@@ -17,10 +17,9 @@ from keras import tree
 from hvdkit.collectives.refusal import refusing_collectives
 from hvdkit.errors import HvdkitError, describe, see
 from hvdkit.keras.attribute_swap import swap_attributes
-from hvdkit.keras.random_layers import random_layers_in_inference
 from hvdkit.keras.shares import number_of_rows, slice_tensor
 from hvdkit.keras.source_checks import is_of_library
-from hvdkit.keras.unchanged_models import values_of
+from hvdkit.keras.unchanged_models import random_layers_in_inference, values_of
 from hvdkit.sharding.shards import holding_of
 
 _TOLERANCE = 1e-4  # of the largest magnitude

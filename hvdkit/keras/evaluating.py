@@ -9,8 +9,7 @@ import keras
 
 from hvdkit.keras.compiled_functions import jit_mode
 from hvdkit.keras.fit_session import FitSession, check_all_ranks_call, check_model
-from hvdkit.keras.global_batch_shares import GlobalBatchShares
-from hvdkit.keras.inputs import DataPair, FitData, check_batch_size_of_model, prepare_data
+from hvdkit.keras.inputs import DataPair, FitData, prepare_data
 from hvdkit.keras.keras_callbacks import CallbackList
 from hvdkit.keras.own_methods import call_own, has_own, keras_method
 from hvdkit.keras.strategies import outside_strategy
@@ -84,11 +83,7 @@ def _evaluate(
     def build() -> DataPair:
         check_model(model)
         data = FitData(x=x, y=y, sample_weight=sample_weight, batch_size=batch_size, steps=steps)
-        shares = data.shares()
-        check_batch_size_of_model(model, shares)
-        if isinstance(shares, GlobalBatchShares):
-            shares.check_labels(model)
-        return shares, None
+        return data.shares_for(model), None
 
     shares, _ = prepare_data(
         f"hk.evaluate(batch_size={batch_size}, steps={steps}, jit_compile={jit_mode(model)})", build

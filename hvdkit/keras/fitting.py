@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from hvdkit.keras.chief import is_on_chief, mark_on_chief
 from hvdkit.keras.compiled_functions import jit_mode
 from hvdkit.keras.fit_session import FitSession, check_all_ranks_call, check_model
 from hvdkit.keras.global_batch_shares import GlobalBatchShares
-from hvdkit.keras.inputs import DataPair, FitData, check_batch_size_of_model, prepare_data
+from hvdkit.keras.inputs import DataPair, FitData, prepare_data
 from hvdkit.keras.keras_callbacks import WRITERS, CallbackList
 from hvdkit.keras.loss_scopes import LossScope, check_loss_scope
 from hvdkit.keras.model_optimizers import warn_of_float8, warn_of_repeated_rows
@@ -34,6 +34,19 @@ from hvdkit.keras.supervisor_callback import SupervisorCallback
 from hvdkit.layers.batch_norm import warn_of_local_statistics
 from hvdkit.supervisor.reports import RunSummary
 from hvdkit.watchdog.ending import is_interrupt
+
+# Arguments of hk.fit that must be the same on every rank, besides those that _call_text converts.
+_COMPARED = (
+    "batch_size",
+    "epochs",
+    "initial_epoch",
+    "steps_per_epoch",
+    "validation_steps",
+    "validation_batch_size",
+    "validation_freq",
+    "shuffle",
+    "validation_split",
+)
 
 
 @outside_strategy()
@@ -178,15 +191,7 @@ def _fit(
     loss_scope: LossScope = "auto",
 ) -> keras.callbacks.History:
     """Train a model with Keras's own ``fit``, on this rank's shares."""
-    weights = sorted(class_weight.items()) if isinstance(class_weight, dict) else class_weight
-    call = (
-        f"hk.fit(batch_size={batch_size}, epochs={epochs}, initial_epoch={initial_epoch}, "
-        f"steps_per_epoch={steps_per_epoch}, validation_steps={validation_steps}, "
-        f"validation_batch_size={validation_batch_size}, validation_freq={validation_freq}, shuffle={shuffle}, "
-        f"validation_split={validation_split}, class_weight={weights}, "
-        f"loss_scope={loss_scope}, jit_compile={jit_mode(model)})"
-    )
-
+    call = _call_text(model, locals())
     validation_arguments: dict[str, Any] = {}
 
     def build() -> DataPair:
@@ -206,17 +211,11 @@ def _fit(
             shuffle=shuffle,
             class_weight=class_weight,
             initial_epoch=initial_epoch,
-        ).shares()
-        check_batch_size_of_model(model, training_shares)
+        ).shares_for(model)
         if isinstance(training_shares, GlobalBatchShares):
-            training_shares.check_labels(model)
             training_shares.check_epochs(epochs)
-            if logdir is not None and training_shares.may_end_anywhere:
-                remedy = "set it: dataset.apply(tf.data.experimental.assert_cardinality(n))"
-                raise ValueError(describe("x", "GlobalBatches of unknown length, with logdir=", "a known one", remedy))
-            if logdir is not None and x.plan.files is not None:
-                remedy = "read them in a loop with hk.Supervisor, which restores the files of each epoch"
-                raise ValueError(describe("x", "GlobalBatches(growth=), with logdir=", "one without growth=", remedy))
+            if logdir is not None:
+                training_shares.check_saved()
         if validation is None:
             return training_shares, None
         val_x, val_y, val_weight = data_adapter_utils.unpack_x_y_sample_weight(validation)
@@ -227,36 +226,33 @@ def _fit(
             batch_size=validation_batch_size or (None if isinstance(val_x, GlobalBatches) else batch_size),
         )
         validation = FitData(**validation_arguments, steps=validation_steps, argument="validation_data", is_late=True)
-        validation_shares = validation.shares()
-        check_batch_size_of_model(model, validation_shares)
-        if isinstance(validation_shares, GlobalBatchShares):
-            validation_shares.check_labels(model)
-        return training_shares, validation_shares
+        return training_shares, validation.shares_for(model)
 
     shares, validation_shares = prepare_data(call, build)
-    writers = (*WRITERS, SupervisorCallback)
     recorder = StepRecorder.from_environment()
+    callbacks = tree.flatten(callbacks or [])
     if recorder is not None:  # this program is checked: it ends after some steps, and writes no files
         logdir = None
-        others = [
-            each for each in tree.flatten(callbacks or []) if not (isinstance(each, writers) or is_on_chief(each))
-        ]
-        callbacks = [recorder, *others]
+        callbacks = [recorder, *(each for each in callbacks if not (_saves(each) or is_on_chief(each)))]
+    is_saved = logdir is not None or any(map(_saves, callbacks))
+    if logdir is not None:
+        callbacks = [SupervisorCallback(logdir, save_epochs=True), *callbacks]
     data = [each for each in (shares, validation_shares) if each is not None]
-    may_gather = not any(each.has_whole_tensors for each in data)
-    may_be_empty = shares.may_be_empty or (validation_shares is not None and validation_shares.may_be_empty)
     with contextlib.ExitStack() as stack:
-        if not any(isinstance(each, writers) for each in tree.flatten(callbacks or [])) and logdir is None:
+        if not is_saved:
             stack.enter_context(_warning_if_interrupted())
         if recorder is not None:
             stack.enter_context(recorder.observing(model))
-        session = FitSession.of(model, may_be_empty=may_be_empty, loss_scope=loss_scope, may_gather=may_gather)
+        session = FitSession.of(
+            model,
+            may_be_empty=any(each.may_be_empty for each in data),
+            loss_scope=loss_scope,
+            may_gather=not any(each.has_whole_tensors for each in data),
+        )
         session.steps.check_earlier_step()
         warn_of_repeated_rows(model)
         warn_of_float8(model)
         warn_of_local_statistics(model)
-        if logdir is not None:
-            callbacks = [SupervisorCallback(logdir, save_epochs=True), *tree.flatten(callbacks or [])]
         stack.enter_context(session.running(shares, validation_shares))
         stack.enter_context(_validating_by(model, validation_arguments))
         callback_list = CallbackList(
@@ -277,6 +273,22 @@ def _fit(
         if cluster.is_chief() and recorder is None:
             _report_end(callback_list, time.monotonic() - began, epochs, history, shares.mean_batch_size)
         return history
+
+
+def _call_text(model: keras.Model, arguments: Mapping[str, Any]) -> str:
+    """Return the call as a text of the arguments that are the same on every rank."""
+    weights = arguments["class_weight"]
+    shown = {name: arguments[name] for name in _COMPARED} | {
+        "class_weight": sorted(weights.items()) if isinstance(weights, dict) else weights,
+        "loss_scope": arguments["loss_scope"],
+        "jit_compile": jit_mode(model),
+    }
+    return f"hk.fit({', '.join(f'{name}={value}' for name, value in shown.items())})"
+
+
+def _saves(callback: keras.callbacks.Callback) -> bool:
+    """Return whether a callback writes files, e.g. checkpoints."""
+    return isinstance(callback, (*WRITERS, SupervisorCallback))
 
 
 def _report_end(

@@ -124,6 +124,15 @@ class GlobalBatchShares(Shares):
                 remedy = "call add_new_files after each epoch"
             raise ValueError(describe("epochs", f"{epochs}, with {got}", f"at most {most}", remedy))
 
+    def check_saved(self) -> None:
+        """Raise ValueError if a Supervisor cannot save and restore the position in the batches."""
+        if self.may_end_anywhere:
+            remedy = "set it: dataset.apply(tf.data.experimental.assert_cardinality(n))"
+            raise ValueError(describe("x", "GlobalBatches of unknown length, with logdir=", "a known one", remedy))
+        if self._data.plan.files is not None:
+            remedy = "read them in a loop with hk.Supervisor, which restores the files of each epoch"
+            raise ValueError(describe("x", "GlobalBatches(growth=), with logdir=", "one without growth=", remedy))
+
     @property
     def position(self) -> DataPosition | None:
         """The current position of training, for a Supervisor.

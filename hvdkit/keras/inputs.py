@@ -78,6 +78,19 @@ class FitData:
         shares.get_tf_dataset()
         return shares
 
+    def shares_for(self, model: Any, *, has_loss: bool = True) -> Shares:
+        """Return this rank's shares, after checking that they fit to ``model``. Raises as :meth:`shares`.
+
+        Args:
+            model: the Keras model.
+            has_loss: whether its loss is computed, which needs labels.
+        """
+        shares = self.shares()
+        _check_batch_size_of_model(model, shares)
+        if has_loss and isinstance(shares, GlobalBatchShares):
+            shares.check_labels(model)
+        return shares
+
     def _checked_adapter(self, data_rank: DataRank) -> DataAdapter:
         """Return Keras's adapter of the global batches."""
         inner = data_adapters.get_data_adapter(
@@ -126,7 +139,7 @@ class FitData:
             self._check_rows(first.shape[0], data_rank)
 
 
-def check_batch_size_of_model(model: Any, shares: Shares) -> None:
+def _check_batch_size_of_model(model: Any, shares: Shares) -> None:
     """Check a model with a fixed batch size, as stateful RNNs need: it has to be that of a rank's rows.
 
     Raises:

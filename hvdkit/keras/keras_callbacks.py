@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import numpy as np
@@ -101,8 +100,7 @@ def _may_raise(callback: Any) -> bool:
     return is_own or isinstance(callback, keras.callbacks.LambdaCallback)
 
 
-@dataclass(frozen=True)
-class _Needs:
+class _Needs(NamedTuple):
     """What the callbacks of a rank need."""
 
     batch_logs: bool  # the logs of training batches, combined over ranks
@@ -141,14 +139,7 @@ def _compare_callbacks(callbacks: list[Any], begin: Callable[[], None]) -> _Need
             warn_once(f"callbacks: {name} logs a run on each of {cluster.size()} ranks; {remedy}")
     remedy = "pass the same list on every rank, and hk.callbacks.on_chief(callback) for what runs on the chief only"
     compare([names for names, _ in ranks], "callbacks", remedy)
-    needs = [each for _, each in ranks]
-    return _Needs(
-        any(each.batch_logs for each in needs),
-        any(each.test_logs for each in needs),
-        any(each.outputs for each in needs),
-        any(each.agreement for each in needs),
-        any(each.restoring for each in needs),
-    )
+    return _Needs(*(any(of_ranks) for of_ranks in zip(*(needs for _, needs in ranks), strict=True)))
 
 
 def _local_verbose(verbose: Any) -> Any:

@@ -13,7 +13,7 @@ from hvdkit.collectives.call_checks import Call, agree_on_call, attempt
 from hvdkit.errors import describe
 from hvdkit.keras.compiled_functions import jit_mode
 from hvdkit.keras.fit_session import FitSession, check_all_ranks_call
-from hvdkit.keras.inputs import DataPair, FitData, check_batch_size_of_model, prepare_data
+from hvdkit.keras.inputs import DataPair, FitData, prepare_data
 from hvdkit.keras.keras_callbacks import CallbackList
 from hvdkit.keras.own_methods import call_own, has_own, keras_method
 from hvdkit.keras.row_gathering import gather_rows, kind_of, number_of_local_rows
@@ -89,9 +89,7 @@ def _predict(
     def build() -> DataPair:
         if gather not in ("all", "chief"):
             raise ValueError(describe("gather", gather, "'all' or 'chief'", "pass one of the two"))
-        shares = FitData(x=x, batch_size=batch_size, steps=steps).shares()
-        check_batch_size_of_model(model, shares)
-        return shares, None
+        return FitData(x=x, batch_size=batch_size, steps=steps).shares_for(model, has_loss=False), None
 
     how = f"steps={steps}, gather={gather!r}, jit_compile={jit_mode(model)}"
     shares, _ = prepare_data(f"hk.predict(batch_size={batch_size}, {how})", build)

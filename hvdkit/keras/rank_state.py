@@ -6,7 +6,7 @@ end of each epoch. Moving statistics of BatchNormalization and metrics have rule
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import keras
@@ -210,20 +210,22 @@ def state_of(model: keras.Model) -> list[StateVariable]:
 
 def untracked_variables(layer: keras.layers.Layer) -> list[StateVariable]:
     """Return the TensorFlow variables in attributes of ``layer``, which Keras 3 does not track."""
-    found: list[StateVariable] = []
+    held = [
+        each
+        for attribute, value in list(vars(layer).items())
+        if not attribute.startswith("_hvdkit")
+        for each in _held(f"{layer.name}.{attribute}", value)
+    ]
+    return [StateVariable(name, value) for name, value in held if isinstance(value, tf.Variable)]
 
-    def collect(name: str, value: Any, depth: int) -> None:
-        if isinstance(value, tf.Variable):
-            found.append(StateVariable(name, value))
-        elif isinstance(value, (list, tuple, dict)) and depth < _MAX_DEPTH:
-            pairs = value.items() if isinstance(value, dict) else enumerate(value)
-            for key, item in list(pairs):
-                collect(f"{name}[{key!r}]", item, depth + 1)
 
-    for attribute, value in list(vars(layer).items()):
-        if not attribute.startswith("_hvdkit"):
-            collect(f"{layer.name}.{attribute}", value, 0)
-    return found
+def _held(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield a value, or if it is a list, tuple or dict, what it contains, with names."""
+    if isinstance(value, (list, tuple, dict)) and depth < _MAX_DEPTH:
+        for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            yield from _held(f"{name}[{key!r}]", item, depth + 1)
+    else:
+        yield name, value
 
 
 def recurrent_states(layer: keras.layers.Layer) -> list[keras.Variable]:
@@ -243,23 +245,13 @@ def compare_constants(model: keras.Model) -> None:
     """
     constants: dict[str, bytes] = {}
 
-    def collect(name: str, value: Any, depth: int) -> None:
-        if isinstance(value, np.ndarray) or (isinstance(value, tf.Tensor) and not tf.is_symbolic_tensor(value)):
-            array = np.ascontiguousarray(value)
-            data = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
-            constants[name] = xxhash.xxh3_128(f"{array.dtype.name}{array.shape}".encode()).digest()
-            constants[name] += xxhash.xxh3_128_digest(data)
-        elif isinstance(value, (list, tuple, dict)) and depth < _MAX_DEPTH:
-            pairs = value.items() if isinstance(value, dict) else enumerate(value)
-            for key, item in list(pairs):
-                collect(f"{name}[{key!r}]", item, depth + 1)
-
     for number, layer in enumerate(model._flatten_layers()):
         if type(layer).__module__.startswith("hvdkit."):
             continue
         for attribute, value in list(vars(layer).items()):
-            if not attribute.startswith("_"):
-                collect(f"{number}.{attribute}", value, 0)
+            for name, held in _held(f"{number}.{attribute}", value) if not attribute.startswith("_") else ():
+                if isinstance(held, np.ndarray) or (isinstance(held, tf.Tensor) and not tf.is_symbolic_tensor(held)):
+                    constants[name] = _digest_of(held)
         if isinstance(layer, (keras.layers.StringLookup, keras.layers.IntegerLookup, keras.layers.TextVectorization)):
             constants[f"{number}.vocabulary"] = xxhash.xxh3_128_digest(repr(layer.get_vocabulary()).encode())
     if not constants:
@@ -273,6 +265,13 @@ def compare_constants(model: keras.Model) -> None:
         return f"another {attribute} of layer {owner!r}", "an equal one"
 
     agree(cluster.exchange(), lambda: constants, "the model's constants", CONSTANTS_REMEDY, show=difference)
+
+
+def _digest_of(value: np.ndarray | tf.Tensor) -> bytes:
+    array = np.ascontiguousarray(value)
+    data = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
+    kind = xxhash.xxh3_128_digest(f"{array.dtype.name}{array.shape}".encode())
+    return kind + xxhash.xxh3_128_digest(data)
 
 
 def digests_of(state: Sequence[StateVariable]) -> list[tuple[str, bytes]]:

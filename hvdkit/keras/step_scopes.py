@@ -34,11 +34,10 @@ from hvdkit.collectives.tensors import grouped_allreduce
 from hvdkit.errors import HvdkitError, describe, see
 from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.keras.model_optimizers import optimizers_of
-from hvdkit.keras.random_layers import random_layers_in_inference
 from hvdkit.keras.rank_functions import projections_of
 from hvdkit.keras.rank_state import recurrent_states, state_of
 from hvdkit.keras.source_checks import is_of_library
-from hvdkit.keras.unchanged_models import unchanged, values_of
+from hvdkit.keras.unchanged_models import random_layers_in_inference, unchanged, values_of
 from hvdkit.sharding.routing import reading_own_rows
 from hvdkit.sharding.shards import differs_by_rank, is_seed_state
 

@@ -1,18 +1,24 @@
-"""Call a model, or run its steps, and leave no trace: variables, attributes, losses and random generators."""
+"""Call a model, or run its steps, as in inference or without a trace: in variables, losses and random generators."""
 
 from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from hvdkit.internals import context
+from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.keras.rank_seeds import global_generator
 from hvdkit.keras.rank_state import recurrent_states, untracked_variables
+
+# Layers that compute something else in training: with random numbers, or from the whole batch.
+_RANDOM = ("keras.src.layers.regularization.", "keras.src.layers.preprocessing.", "keras.src.layers.rnn.")
+_OF_BATCH = (keras.layers.BatchNormalization, keras.layers.SpectralNormalization)
 
 
 @contextlib.contextmanager
@@ -93,3 +99,31 @@ def _state(model: Any, layers: Sequence[Any]) -> Iterator[Any]:
         yield from (v for metric in getattr(layer, "_metrics", ()) for v in metric.variables)
     yield from (v for metric in model.metrics for v in metric.variables)
     yield global_generator().state
+
+
+@contextlib.contextmanager
+def random_layers_in_inference(layers: Iterable[Any]) -> Iterator[None]:
+    """Let Keras's random layers, recurrent dropout and normalizations of batches compute as in inference."""
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            if type(layer).__module__.startswith(_RANDOM) or isinstance(layer, _OF_BATCH):
+                stack.enter_context(in_inference(layer))
+        yield
+
+
+def in_inference(layer: Any) -> contextlib.AbstractContextManager[None]:
+    """Let a layer compute as in inference in this context."""
+    return swap_attributes(layer, call=_in_inference(layer.call))
+
+
+def is_augmentation(layer: Any) -> bool:
+    """Return True for Keras's layers that change their inputs at random in training, such as RandomFlip."""
+    has_generator = isinstance(getattr(layer, "generator", None), keras.random.SeedGenerator)
+    return has_generator and type(layer).__module__.startswith("keras.src.layers.preprocessing.")
+
+
+def _in_inference(call: Callable[..., Any]) -> Callable[..., Any]:
+    def infer(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **{**kwargs, "training": False} if "training" in kwargs else kwargs)
+
+    return infer

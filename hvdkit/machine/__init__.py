@@ -12,9 +12,8 @@ gpus.py           NVIDIA GPUs
 mpi.py            MPI launchers, and MPI libraries in this process
 environment.py    variables with secrets, and variables that a launcher sets for its job
 launcher.py       the launcher: the rank that it assigned, and how to end it
-limits.py         limits of this process
 terminal.py       whether the user sees this process on a terminal; tables with aligned columns
-processes.py      this boot; processes by PID and start time: their state and activity, and how to end them
+processes.py      this boot; processes by PID and start time: their state and activity, limits, and how to end them
 subprocesses.py   running commands that may crash or hang
 replacing.py      replacing a file or folder at once
 """

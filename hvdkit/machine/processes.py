@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import time
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_OTHER_FILES = 512  # besides those that allow_files is asked for
 
 
 class Stat(NamedTuple):
@@ -190,3 +192,13 @@ def _read(path: str) -> str:
             return file.readall().decode(errors="replace")
     except OSError:
         return ""
+
+
+def allow_files(number: int) -> None:
+    """Raise this process's limit of open files, often 1,024, to allow ``number`` files and some others."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = number + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        with contextlib.suppress(ValueError, OSError):
+            limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

@@ -1,7 +1,7 @@
 """Training sessions: initialize or restore, save, write summaries, and stop all ranks at the same step.
 
 A session gets a model, its optimizer and the data, and owns a ``logdir``: checkpoints and TensorBoard summaries. Ranks
-exchange a message every few steps, as scheduled by ``pace.py``, and then save or stop at the same step. Start with
+exchange a message every few steps (``agreements.py``, ``pace.py``), and then save or stop at the same step. Start with
 ``session.py``; every other file holds one of its parts and can be read alone.
 
 ``Supervisor`` is imported on first use: signals, locks and the pace don't need TensorFlow.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import numbers
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.errors import CorruptCheckpointError, describe
+from hvdkit.errors import CorruptCheckpointError, describe, integer
 from hvdkit.internals import global_seed_generator
 
 
@@ -85,12 +85,18 @@ def to_float(name: str, value: Any) -> float:
         raise TypeError(describe(f"step({name}=...)", got, "one number", remedy)) from error
 
 
-def check_seconds(name: str, value: Any) -> None:
-    """Raise if ``value`` is neither a number of seconds > 0 nor None."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
-        raise TypeError(describe(name, value, "seconds > 0, or None", "pass e.g. 600"))
-    if value is not None and not float(value) > 0:
-        raise ValueError(describe(name, value, "seconds > 0, or None", "pass e.g. 600"))
+def check_intervals(steps: Mapping[str, Any], save_model_secs: Any) -> None:
+    """Raise if an argument of the Supervisor is neither a number of steps or checkpoints >= 1 nor None."""
+    for name, value in steps.items():
+        if value is not None:
+            integer(name, value, minimum=1)
+    if save_model_secs is None:
+        return
+    message = describe("save_model_secs", save_model_secs, "seconds > 0, or None", "pass e.g. 600")
+    if isinstance(save_model_secs, bool) or not isinstance(save_model_secs, numbers.Real):
+        raise TypeError(message)
+    if not float(save_model_secs) > 0:
+        raise ValueError(message)
 
 
 def state_to_save(

@@ -23,6 +23,8 @@ from hvdkit.errors import NonFiniteError, printable
 
 # Seconds that a session ended by an error waits for a save in progress.
 GIVE_UP_SECONDS = 30.0
+# Largest share of the time to spend on saves at the end of epochs.
+_SAVING_SHARE = 0.1
 
 
 class Saver:
@@ -39,6 +41,7 @@ class Saver:
             checkpoint is never kept.
 
     Attributes:
+        asynchronous: as passed.
         step: the step of the last save that was started, or None.
         when: its monotonic time; initially that of construction.
         seconds: how long the last save took, or its call until it is complete; 0 before the first.
@@ -59,6 +62,7 @@ class Saver:
         permitted: Callable[[], None],
         stop_on_nonfinite: bool,
     ):
+        self.asynchronous = asynchronous
         self.step: int | None = None
         self.dropped: NonFiniteError | None = None
         self.when = time.monotonic()
@@ -68,20 +72,25 @@ class Saver:
         self._state = state
         self._gather = gather
         self._keep = (max_to_keep, keep_every)
-        self._asynchronous = asynchronous
         self._permitted = permitted
         self._stop_on_nonfinite = stop_on_nonfinite
         self._save: Save | None = None
         self.newest: RunPath | None = None
 
-    def start(self, restored: RunPath | None) -> None:
-        """Begin a session that has restored a checkpoint, or none."""
+    def start(self, restored: RunPath | None, step: int) -> None:
+        """Begin a session that has restored the checkpoint of ``step``, or none."""
+        self.step = step if restored else None
+        self.when = time.monotonic()
         self.newest = restored or (self._folder if isinstance(self._folder, Path) and self._folder.exists() else None)
 
     @property
     def busy(self) -> bool:
         """Whether a save is in progress; the same on all ranks between agreements."""
         return self._save is not None
+
+    def is_affordable(self) -> bool:
+        """Return whether saving now leaves saves a small share of the time."""
+        return self.seconds <= _SAVING_SHARE * (time.monotonic() - self.when)
 
     def begin(self, step: int) -> RunPath:
         """Wait for the previous save, take a snapshot and start writing it. Return the checkpoint's folder.
@@ -100,7 +109,7 @@ class Saver:
                 "a save",
                 agreed_state(self._state()),
                 lambda: secrets.token_hex(4),
-                in_place=self._gather or not self._asynchronous,
+                in_place=self._gather or not self.asynchronous,
             )
             self._save = start_save(
                 target,
@@ -108,7 +117,7 @@ class Saver:
                 step=step,
                 token=token,
                 gather=self._gather,
-                background=self._asynchronous,
+                background=self.asynchronous,
                 before_commit=self._permitted,
                 after_commit=lambda: prune(target, *self._keep),
             )

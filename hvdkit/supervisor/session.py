@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -11,53 +10,36 @@ from typing import TYPE_CHECKING, Any
 from hvdkit import cluster
 from hvdkit.checkpoint.files import RunPath, run_path
 from hvdkit.checkpoint.rank_checks import agreed_state, run_on_chief
-from hvdkit.cluster.agreement import gather, run_on_all_ranks
-from hvdkit.cluster.logs import get_logger
+from hvdkit.cluster.agreement import run_on_all_ranks
 from hvdkit.cluster.progress import progress, spending
 from hvdkit.data.position import ArrayPosition, DataPosition
-from hvdkit.errors import CheckpointError, HvdkitError, describe, integer
+from hvdkit.errors import CheckpointError, HvdkitError, describe
 from hvdkit.layers import average_moving_statistics, synchronize_batch_normalization
 from hvdkit.optimizer.equal_ranks import note_equal
 from hvdkit.optimizer.mixins import ranks_of
 from hvdkit.sharding.shards import AnyVariable
+from hvdkit.supervisor.agreements import Agreements
 from hvdkit.supervisor.divergence import DivergenceDetector, replicated
 from hvdkit.supervisor.lockstep import lockstep
-from hvdkit.supervisor.messages import SessionMessage, agree_on_arguments, agree_on_scalars, check_messages
-from hvdkit.supervisor.pace import Pace
+from hvdkit.supervisor.messages import agree_on_arguments
 from hvdkit.supervisor.reports import RunSummary, report_rate, report_start
-from hvdkit.supervisor.saved_state import (
-    Position,
-    built_optimizer,
-    check_seconds,
-    current_rate,
-    state_to_save,
-    to_float,
-)
+from hvdkit.supervisor.saved_state import Position, built_optimizer, check_intervals, current_rate, state_to_save
 from hvdkit.supervisor.saver import Saver
-from hvdkit.supervisor.signals import PREEMPTED, StopSignals
+from hvdkit.supervisor.session_summaries import SummarizedSession
+from hvdkit.supervisor.signals import PREEMPTED
 from hvdkit.supervisor.start import prepare_folder, restore_or_initialize
 from hvdkit.supervisor.store_lock import lock_of
-from hvdkit.supervisor.store_summaries import open_summaries
-from hvdkit.supervisor.summaries import Summaries
 from hvdkit.watchdog.reporter import reporter
 
 if TYPE_CHECKING:
     import keras
-    import numpy.typing as npt
-
-
-# An agreement takes about 50 microseconds; mpirun gives ranks 1 s from SIGTERM to SIGKILL, including the save.
-_AGREE_SECONDS = 0.25
-# Largest share of the time to spend on saves at the end of epochs.
-_SAVING_SHARE = 0.1
-
 
 # Sessions of fits. After an error in a fit, its session is closed when the next session begins. No weak references:
 # the signal handlers of a garbage-collected session would stay installed.
 _in_fit: set[Supervisor] = set()
 
 
-class Supervisor:
+class Supervisor(SummarizedSession):
     """Run a training session over all ranks: the successor of ``tf.train.Supervisor``.
 
     On entry, all ranks compare their models. Then the newest valid checkpoint in ``logdir`` is restored, regardless of
@@ -150,13 +132,10 @@ class Supervisor:
     ):
         counts = {"save_steps": save_steps, "max_to_keep": max_to_keep, "keep_every": keep_every}
         intervals = {"summary_steps": summary_steps, "check_steps": check_steps}
-        for name, value in {**counts, **intervals}.items():
-            if value is not None:
-                integer(name, value, minimum=1)
-        check_seconds("save_model_secs", save_model_secs)
+        check_intervals({**counts, **intervals}, save_model_secs)
         switches = {"asynchronous": asynchronous, "gather": gather, "stop_on_nonfinite": stop_on_nonfinite}
         self._options = {**counts, **intervals, "save_model_secs": save_model_secs, **switches}
-        self.logdir = run_path(logdir, "logdir")
+        super().__init__(run_path(logdir, "logdir"))
         self.restored_from: RunPath | None = None
         self._folder = self.logdir / "checkpoints"
         self._data = data
@@ -164,7 +143,6 @@ class Supervisor:
         self._optimizer = built_optimizer(model, optimizer)
         self._position = Position(data)
         self._state = state_to_save(model, self._optimizer, variables, state, self._position)
-        self._seconds = save_model_secs or math.inf
         self._save_steps = save_steps
         self._lock = lock_of(self.logdir)
         self._saver = Saver(
@@ -178,20 +156,16 @@ class Supervisor:
             stop_on_nonfinite=stop_on_nonfinite,
         )
         self._summary_steps = summary_steps
-        self._asynchronous = asynchronous
         self._gather = gather
-        self._stop_on_nonfinite = stop_on_nonfinite
         self._detector = (
             DivergenceDetector(lambda: replicated(model, self._optimizer), every=check_steps) if check_steps else None
         )
-        self._pace = Pace(min(_AGREE_SECONDS, self._seconds / 5))
-        self._signals = StopSignals()
-        self._summaries: Summaries | None = None
-        self._wants_stop = self._stopping = self._open = self._has_compared = False
+        self._agreements = Agreements(
+            self._saver, self._begin_save, save_model_secs=save_model_secs, stop_on_nonfinite=stop_on_nonfinite
+        )
+        self._open = self._has_compared = False
         self._is_reported_by_fit = False
         self.trained: RunSummary | None = None
-        self._preempted: str | None = None
-        self._loss: Any = None
         self._first_step = 0
         self._began = 0.0
 
@@ -221,13 +195,8 @@ class Supervisor:
         self._first_step = self.global_step
         self._began = time.monotonic()
         progress().flight.notes.expect_examples(self._examples_per_step())
-        self._saver.start(self.restored_from)
-        self._saver.step = self.global_step if self.restored_from else None
-        self._saver.when = time.monotonic()
-        self._wants_stop = False
-        self._stopping = False
-        self._preempted = None
-        self._signals.__enter__()
+        self._saver.start(self.restored_from, self.global_step)
+        self._agreements.begin()
         self._open = True
         return self
 
@@ -236,16 +205,17 @@ class Supervisor:
             reporter().note_raised(error)
         try:
             if kind is None:
-                if self._preempted is None:
-                    self._agree(self._saver.step != self.global_step, last=True)
+                if not self.preempted:
+                    step = self.global_step
+                    self._agreements.agree(step, saves=self._saver.step != step, last=True)
                 average_moving_statistics(self._model, process_set=ranks_of(self._optimizer))
-                if self._preempted is None and cluster.is_chief():
+                if not self.preempted and cluster.is_chief():
                     self.trained = self._run_summary()
                     if not self._is_reported_by_fit:
                         self.trained.report()
         finally:
             self.close()
-        if kind is None and self._preempted is not None:
+        if kind is None and self.preempted:
             raise SystemExit(PREEMPTED)
 
     def enter_fit(self, *, reports: bool = True) -> None:
@@ -268,17 +238,15 @@ class Supervisor:
         if self._saver.step == self.global_step:
             if has_changed:
                 self.save(wait=False)
-        elif saves and not self._saver.busy:
-            elapsed = time.monotonic() - self._saver.when
-            if run_on_chief("the end of an epoch", lambda: self._saver.seconds <= _SAVING_SHARE * elapsed):
-                self.save(wait=False)
+        elif saves and not self._saver.busy and run_on_chief("the end of an epoch", self._saver.is_affordable):
+            self.save(wait=False)
 
     def close(self) -> None:
         """End the session on this rank without saving, after an error, when other ranks may not respond."""
         _in_fit.discard(self)
         if self._open:
             self._open = False
-            self._signals.__exit__(None, None, None)
+            self._agreements.end()
             try:
                 self._saver.abandon()
                 if self._summaries is not None:
@@ -289,7 +257,7 @@ class Supervisor:
     @property
     def preempted(self) -> bool:
         """Whether all ranks have agreed to stop because of a signal; the same on all ranks after every step."""
-        return self._preempted is not None
+        return self._agreements.preempted_by is not None
 
     @property
     def global_step(self) -> int:
@@ -311,7 +279,7 @@ class Supervisor:
         if self._data is None or isinstance(self._data, DataPosition | ArrayPosition):
             raise HvdkitError(describe("data", self._data, "batches", "pass data= to hk.Supervisor, or loop yourself"))
         source = iter(self._data) if self._position.follows_data else lockstep(self._data)
-        while not self._stopping and (until is None or self.global_step < until):
+        while not self._agreements.stopping and (until is None or self.global_step < until):
             try:
                 with spending("input"):
                     batch = next(source)
@@ -346,22 +314,22 @@ class Supervisor:
             SystemExit: the loop continues after all ranks agreed to stop.
         """
         self._require_open()
-        if self._preempted is not None:  # the loop did not stop after the ranks agreed to
+        if self._agreements.preempted_by is not None:  # the loop did not stop after the ranks agreed to
             raise SystemExit(PREEMPTED)
         before = self._position.step
         self._position.advance(steps, prefetched=prefetched)
         now = self._position.step
         progress().at_step(now)
-        self._loss = scalars.get("loss")
+        self._agreements.loss = scalars.get("loss")
         if _crosses(self._summary_steps, before, now) and scalars:
-            self._write_scalars(scalars)
+            self._write_means(scalars)
         if self._detector is not None:
             if not self._has_compared:
                 self._has_compared = True
                 self._detector.compare(now)
             self._detector.check(now)
-        if (save := _crosses(self._save_steps, before, now)) or self._pace.due(now):
-            self._agree(save)
+        if (saves := _crosses(self._save_steps, before, now)) or self._agreements.pace.due(now):
+            self._agreements.agree(now, saves=saves)
 
     def save(self, *, wait: bool = True) -> RunPath:
         """Save now, after ``step``. Every rank must call it.
@@ -393,7 +361,7 @@ class Supervisor:
         """
         self._require_open()
         path = self._begin_save()
-        if wait or not self._asynchronous:
+        if wait or not self._saver.asynchronous:
             self._saver.wait()
             if wait and self._saver.dropped is not None:
                 raise self._saver.dropped
@@ -417,7 +385,7 @@ class Supervisor:
             >>> sv.global_step >= 10, sv.should_stop()
             (True, True)
         """
-        self._wants_stop = True
+        self._agreements.wants_stop = True
 
     def should_stop(self) -> bool:
         """Return True once all ranks have agreed to stop; the same on all ranks after every step.
@@ -435,66 +403,7 @@ class Supervisor:
             ...         if sv.global_step == 10:
             ...             sv.request_stop()
         """
-        return self._stopping
-
-    def summary(self, **scalars: Any) -> None:
-        """Write the chief's scalars at the current step; other ranks do nothing.
-
-        Args:
-            **scalars: numbers or scalar tensors by tag.
-
-        Examples:
-            >>> import tempfile
-            >>> import numpy as np
-            >>> import tensorflow as tf
-            >>> import hvdkit as hk
-            >>> cluster = hk.init()
-            >>> with hk.Supervisor(hk.broadcast_object(tempfile.mkdtemp()), variables=[tf.Variable(0.0)]) as sv:
-            ...     sv.step()
-            ...     sv.summary(accuracy=0.75)
-        """
-        if self._summaries is not None:
-            self._summaries.scalars(self.global_step, **scalars)
-
-    def histogram(self, name: str, values: npt.ArrayLike) -> None:
-        """Write a histogram of the chief's values at the current step; other ranks do nothing.
-
-        Args:
-            name: the tag.
-            values: numbers of any shape.
-
-        Examples:
-            >>> import tempfile
-            >>> import numpy as np
-            >>> import tensorflow as tf
-            >>> import hvdkit as hk
-            >>> cluster = hk.init()
-            >>> with hk.Supervisor(hk.broadcast_object(tempfile.mkdtemp()), variables=[tf.Variable(0.0)]) as sv:
-            ...     sv.step()
-            ...     sv.histogram("weights", np.random.randn(64, 10))
-        """
-        if self._summaries is not None:
-            self._summaries.histogram(self.global_step, name, values)
-
-    def image(self, name: str, images: npt.ArrayLike) -> None:
-        """Write the chief's images at the current step; other ranks do nothing.
-
-        Args:
-            name: the tag.
-            images: ``[n, height, width, channels]``, uint8 or floats 0 to 1.
-
-        Examples:
-            >>> import tempfile
-            >>> import numpy as np
-            >>> import tensorflow as tf
-            >>> import hvdkit as hk
-            >>> cluster = hk.init()
-            >>> with hk.Supervisor(hk.broadcast_object(tempfile.mkdtemp()), variables=[tf.Variable(0.0)]) as sv:
-            ...     sv.step()
-            ...     sv.image("inputs", np.random.rand(4, 28, 28, 1))
-        """
-        if self._summaries is not None:
-            self._summaries.image(self.global_step, name, images)
+        return self._agreements.stopping
 
     # ---- internals --------------------------------------------------------------------------------------------
 
@@ -504,26 +413,11 @@ class Supervisor:
                 "Supervisor: used outside its session; write `with hk.Supervisor(...) as sv:` around the loop"
             )
 
-    def _open_summaries(self) -> None:
-        if cluster.is_chief():
-            self._summaries = open_summaries(self.logdir / "summaries", resume_at=self.global_step)
-
     def _check_permitted(self) -> None:
         """Before a checkpoint is complete, on the chief: the logdir is still locked, and the summaries are there."""
         self._lock.verify()
         if self._summaries is not None:
             self._summaries.publish()
-
-    def _write_scalars(self, scalars: Mapping[str, Any]) -> None:
-        ranks = agree_on_scalars(lambda: {name: to_float(name, value) for name, value in scalars.items()})
-        if self._summaries is not None:
-            means = {name: math.fsum(values[name] for values in ranks) / len(ranks) for name in scalars}
-            self._summaries.scalars(self.global_step, **means)
-
-    def _examples_per_step(self) -> float | None:
-        """Return the rows of a global batch, on average, or None if they are unknown."""
-        plan = getattr(self._data, "plan", None)
-        return plan.mean_batch_size if plan is not None else None
 
     def _run_summary(self) -> RunSummary:
         return RunSummary(
@@ -535,41 +429,10 @@ class Supervisor:
             logdir=self.logdir,
         )
 
-    def _agree(self, save: bool, *, last: bool = False) -> None:
-        """Exchange messages between ranks and act on them at this step; ``last``: training is already over."""
-        step = self.global_step
-        signal = self._signals.received
-        messages = gather(
-            cluster.exchange(),
-            "Supervisor.step()",
-            lambda: SessionMessage(
-                step=step,
-                stop=self._wants_stop,
-                signal=None if signal is None else signal.name,
-                loss=0.0 if self._loss is None else to_float("loss", self._loss),
-                saving=self._saver.progress(),
-                save_now=time.monotonic() - self._saver.when >= self._seconds,
-                interval=self._pace.proposal(step),
-            ),
-        )
-        if self._loss is not None:
-            progress().flight.notes.at_loss(math.fsum(message.loss for message in messages) / len(messages))
-        check_messages(messages, stop_on_nonfinite=self._stop_on_nonfinite)
-        self._saver.update([message.saving for message in messages])
-        self._stopping = self._stopping or any(message.stop or message.signal for message in messages)
-        received = next((message.signal for message in messages if message.signal), None)
-        if received and not last:
-            self._preempted = received
-            self.save(wait=False)
-            self._saver.wait()
-            if cluster.is_chief():
-                get_logger().warning("%s: saved at step %d; the same command continues from there", received, step)
-        elif save or (messages[0].save_now and not self._saver.busy):
-            self._begin_save()
-        if last or not self._asynchronous:
-            self._saver.wait()
-        # During a save, agree at every step, to detect its failure early.
-        self._pace.settle(step, 1 if self._saver.busy else messages[0].interval)
+    def _examples_per_step(self) -> float | None:
+        """Return the rows of a global batch, on average, or None if they are unknown."""
+        plan = getattr(self._data, "plan", None)
+        return plan.mean_batch_size if plan is not None else None
 
     def _begin_save(self) -> RunPath:
         if self._summaries is not None:

@@ -5,11 +5,10 @@ events to the coordinator, which runs in ``hvdkit run`` or, without it, in the s
 coordinator ends the job and writes the last line. The modules, in reading order:
 
     events.py          the messages: reports and orders
-    channel.py         one authenticated connection per sentinel
+    channel.py         one authenticated connection per sentinel; admission.py is the coordinator's end
     verdict.py         pure: from the events to the rank that failed first, the exit code and the last line
     rank_texts.py      pure: texts of several ranks, equal ones once
     waits.py           pure: detects deadlocks and ranks that run different graphs
-    hang.py            pure: finds the rank that holds up a hanging job
     coordinator.py     receives the sentinels' reports, decides when the job has failed
     member.py          the coordinator's state for one rank
     silent_ranks.py    ranks that do not answer, or are stopped
@@ -31,10 +30,12 @@ coordinator ends the job and writes the last line. The modules, in reading order
     flight_recorder.py the last collectives of a rank, in shared memory
     flight_file.py     the last collectives of all ranks of a failed job, in a file
     reporter.py        the rank's side: starts its sentinel, reports to it, carries out its orders
+    sentinel_start.py  how a rank gets its sentinel
+    training_thread.py what the training thread does, seen from another thread
     uncaught.py        uncaught exceptions
     tracebacks.py      their tracebacks, without the frames of libraries
     busy.py            ``hk.busy``
     ending.py          ends a rank: its interpreter exits normally, within a deadline
 
-All modules except the last five use only the standard library: a sentinel imports neither TensorFlow nor ``hvdkit``.
+All modules except the last seven use only the standard library: a sentinel imports neither TensorFlow nor ``hvdkit``.
 """

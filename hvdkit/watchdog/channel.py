@@ -14,7 +14,6 @@ The proof in ``Hello`` can be replayed. It only keeps the coordinator from closi
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hmac
 import os
@@ -23,8 +22,8 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from hvdkit.watchdog.events import VERSION, Joined, Message, Refused, Welcome, decode
 
@@ -34,8 +33,8 @@ STDERR = 2
 # Errors that the kernel reports for a host that it cannot reach.
 NO_ANSWER = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
 _HEADER = struct.Struct("!BI")
-_LONGEST = 1 << 24
-_LONGEST_BEFORE_PROOF = 4096
+LONGEST = 1 << 24
+LONGEST_BEFORE_PROOF = 4096
 # Bytes of unsent output above which reading the program's output pauses.
 CROWDED = 1 << 20
 _CONNECT_SECONDS = 2.0
@@ -48,12 +47,6 @@ _FIRST_RETRY_SECONDS = 0.05
 _LAST_RETRY_SECONDS = 2.0
 # Errors after which connecting again may help: the coordinator is busy, or other programs use up its connections.
 _RETRIED = {errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED, errno.EADDRNOTAVAIL, errno.ETIMEDOUT}
-# Seconds for a new connection to authenticate before it is closed; and how many connections without a valid ``Hello``
-# are allowed beyond the number of sentinels still expected. Above that, the oldest one is closed.
-_PROOF_SECONDS = 10.0
-_MAX_UNAUTHENTICATED = 64
-_BACKLOG = 1 << 16  # the kernel lowers it to net.core.somaxconn
-_PORT_ATTEMPTS = 20
 
 
 class Closed(OSError):
@@ -65,20 +58,26 @@ class _Ended(Closed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Hello(Message):
+class Hello(Message, kind="_Hello"):
+    """The first message of a sentinel, see above."""
+
     nonce: str
     version: int
     proof: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Challenge(Message):
+class Challenge(Message, kind="_Challenge"):
+    """The coordinator's answer to :class:`Hello`."""
+
     nonce: str
     proof: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Proof(Message):
+class Proof(Message, kind="_Proof"):
+    """The sentinel's answer to :class:`Challenge`."""
+
     proof: str
 
 
@@ -155,7 +154,7 @@ class Connection:
         self.socket = connected
         self._selector = selector
         self._data = data
-        self.longest = _LONGEST
+        self.longest = LONGEST
         self._received = bytearray()
         self._unsent = bytearray()
         self._events = selectors.EVENT_READ
@@ -252,11 +251,13 @@ def keep_alive(connected: socket.socket, seconds: float) -> None:
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
 
 
-def _proof(token: str, role: str, *nonces: str) -> str:
+def proof_of(token: str, role: str, *nonces: str) -> str:
+    """Return what proves in a ``role`` that one knows the token: the HMAC of random numbers."""
     return hmac.digest(token.encode(), "\n".join([role, *nonces]).encode(errors="replace"), "sha256").hex()
 
 
-def _equal(one: str, other: str) -> bool:
+def is_equal(one: str, other: str) -> bool:
+    """Compare proofs in a time that does not depend on where they differ."""
     return hmac.compare_digest(one.encode(errors="replace"), other.encode())
 
 
@@ -333,14 +334,14 @@ def _authenticate(
     connected: socket.socket, token: str, joined: Joined, selector: selectors.BaseSelector, data: object
 ) -> tuple[Connection, Welcome]:
     nonce = os.urandom(16).hex()
-    send_now(connected, _Hello(nonce=nonce, version=VERSION, proof=_proof(token, "hello", nonce)))
-    challenge = receive_now(connected, _LONGEST_BEFORE_PROOF)
-    expected = _proof(token, "coordinator", nonce, getattr(challenge, "nonce", ""))
-    if not isinstance(challenge, _Challenge) or not _equal(challenge.proof, expected):
+    send_now(connected, Hello(nonce=nonce, version=VERSION, proof=proof_of(token, "hello", nonce)))
+    challenge = receive_now(connected, LONGEST_BEFORE_PROOF)
+    expected = proof_of(token, "coordinator", nonce, getattr(challenge, "nonce", ""))
+    if not isinstance(challenge, Challenge) or not is_equal(challenge.proof, expected):
         raise Closed("the server at this address does not know the job's token")
-    send_now(connected, _Proof(proof=_proof(token, "sentinel", nonce, challenge.nonce)))
+    send_now(connected, Proof(proof=proof_of(token, "sentinel", nonce, challenge.nonce)))
     send_now(connected, joined)
-    welcome = receive_now(connected, _LONGEST)
+    welcome = receive_now(connected, LONGEST)
     if isinstance(welcome, Refused):
         raise ConnectionRefusedError(f"the job's coordinator rejects this rank: {welcome.why}")
     if not isinstance(welcome, Welcome):
@@ -354,7 +355,7 @@ def send_now(connected: socket.socket, message: Message) -> None:
     connected.sendall(_frame(message))
 
 
-def receive_now(connected: socket.socket, longest: int = _LONGEST) -> Message:
+def receive_now(connected: socket.socket, longest: int = LONGEST) -> Message:
     """Wait for one message on a blocking socket, without reading beyond it.
 
     Raises:
@@ -369,159 +370,3 @@ def receive_now(connected: socket.socket, longest: int = _LONGEST) -> Message:
     if isinstance(message, Output):
         raise Closed("the other end does not use hvdkit's protocol")
     return message
-
-
-def listen(addresses: Sequence[str] = ()) -> list[socket.socket]:
-    """Listen on the same port of all ``addresses``, by default of all interfaces.
-
-    Raises:
-        OSError: listening failed.
-    """
-    if not addresses:
-        if socket.has_dualstack_ipv6():
-            with contextlib.suppress(OSError):
-                both = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
-                return [both]
-        return [socket.create_server(("", 0), backlog=_BACKLOG)]
-    for attempt in range(_PORT_ATTEMPTS):  # the port chosen on the first address may be in use on another
-        sockets: list[socket.socket] = []
-        try:
-            for address in addresses:
-                family = socket.AF_INET6 if ":" in address else socket.AF_INET
-                port = sockets[0].getsockname()[1] if sockets else 0
-                sockets.append(socket.create_server((address, port), family=family, backlog=_BACKLOG))
-            return sockets
-        except OSError as error:
-            for one in sockets:
-                one.close()
-            if error.errno != errno.EADDRINUSE or attempt == _PORT_ATTEMPTS - 1:
-                raise
-    raise AssertionError("not reached")
-
-
-@dataclass(eq=False)
-class Peer:
-    """The coordinator's end of a connection. :attr:`rank` is -1 until a sentinel of this job has joined."""
-
-    since: float
-    connection: Connection = field(init=False)
-    version: int = VERSION
-    expected: str = ""  # proof
-    proved: bool = False
-    rank: int = -1
-
-
-class Server:
-    """Accepts the sentinels of a job, ``expected`` in number, and rejects all other connections."""
-
-    def __init__(
-        self, selector: selectors.BaseSelector, listeners: Sequence[socket.socket], token: str, expected: int
-    ) -> None:
-        self._selector = selector
-        self._listeners = list(listeners)
-        self._token = token
-        self._expected = expected
-        # Connections of sentinels that have not joined, and others, in order of arrival. Only the latter are closed in
-        # favour of new ones: many programs without the token cannot keep a sentinel out.
-        self._joining: dict[Peer, None] = {}
-        self._unauthenticated: dict[Peer, None] = {}
-        for one in listeners:
-            one.setblocking(False)
-            selector.register(one, selectors.EVENT_READ, one)
-
-    def admit(self, listener: socket.socket) -> None:
-        """Accept pending connections of ``listener``, a limited number so that open ones are served in between."""
-        self.close_unauthenticated(time.monotonic())
-        for _ in range(_MAX_UNAUTHENTICATED):
-            try:
-                connected = listener.accept()[0]
-            except BlockingIOError:
-                return
-            except OSError:  # the peer has disconnected, or file descriptors have run out: do not spin
-                time.sleep(0.01)
-                return
-            if len(self._unauthenticated) >= max(0, self._expected) + _MAX_UNAUTHENTICATED:
-                self.drop(next(iter(self._unauthenticated)))
-            peer = Peer(time.monotonic())
-            peer.connection = Connection(connected, self._selector, peer)
-            peer.connection.longest = _LONGEST_BEFORE_PROOF
-            self._unauthenticated[peer] = None
-            next(self.receive(peer), None)  # read a sentinel's first message before others are accepted
-
-    def close_unauthenticated(self, now: float) -> None:
-        """Close the connections that have not authenticated in time."""
-        for waiting in (self._unauthenticated, self._joining):
-            while waiting and now - (oldest := next(iter(waiting))).since > _PROOF_SECONDS:
-                self.drop(oldest)
-
-    def extend_deadlines(self, seconds: float) -> None:
-        """Extend the deadline of unauthenticated connections, because this process itself was stopped."""
-        for one in (*self._unauthenticated, *self._joining):
-            one.since += seconds
-
-    def drop(self, peer: Peer) -> None:
-        """Close an unauthenticated or rejected connection."""
-        self._forget(peer)
-        peer.connection.close()
-
-    def _forget(self, peer: Peer) -> None:
-        self._unauthenticated.pop(peer, None)
-        self._joining.pop(peer, None)
-
-    def receive(self, peer: Peer) -> Iterator[Message | Output]:
-        """Yield a sentinel's messages: first ``Joined``, to be answered by :meth:`welcome` or with ``Refused``.
-
-        Raises:
-            Closed: a sentinel's connection has ended. Not raised for an unauthenticated connection.
-        """
-        try:
-            for message in peer.connection.receive():
-                if not peer.proved:
-                    self._challenge(peer, message)
-                elif isinstance(message, Joined) != (peer.rank < 0):
-                    raise Closed("a sentinel must join once, before any other message")
-                else:
-                    if peer.version == VERSION:
-                        yield message
-                    else:
-                        versions = f"its watchdog has version {VERSION}, this one {peer.version}"
-                        peer.connection.send(Refused(why=f"{versions}; use the same hvdkit on all hosts"))
-                    if peer.rank < 0:
-                        raise Closed("rejected")
-        except Closed:
-            self.drop(peer)
-            if peer.rank >= 0:
-                raise
-
-    def _challenge(self, peer: Peer, message: Message | Output) -> None:
-        if isinstance(message, _Hello) and not peer.expected:
-            if _equal(message.proof, _proof(self._token, "hello", message.nonce)):
-                self._forget(peer)
-                self._joining[peer] = None
-            nonce = os.urandom(16).hex()
-            peer.version = message.version
-            peer.expected = _proof(self._token, "sentinel", message.nonce, nonce)
-            proof = _proof(self._token, "coordinator", message.nonce, nonce)
-            peer.connection.send(_Challenge(nonce=nonce, proof=proof))
-        elif isinstance(message, _Proof) and peer.expected and _equal(message.proof, peer.expected):
-            peer.proved = True
-            peer.connection.longest = _LONGEST
-        else:
-            raise Closed("rejected")
-
-    def welcome(self, peer: Peer, rank: int, answer: Welcome) -> None:
-        """Admit the sentinel of ``rank``."""
-        self._forget(peer)
-        peer.rank = rank
-        self._expected -= 1
-        keep_alive(peer.connection.socket, answer.heartbeat)
-        peer.connection.send(answer)
-
-    def close(self) -> None:
-        """Stop listening, and close unauthenticated connections."""
-        for peer in [*self._unauthenticated, *self._joining]:
-            self.drop(peer)
-        for one in self._listeners:
-            self._selector.unregister(one)
-            one.close()
-        self._listeners = []

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 from hvdkit.machine import processes
 from hvdkit.machine.launcher import end_stuck_launcher, shell_that_waits
-from hvdkit.machine.limits import allow_files
-from hvdkit.watchdog.channel import Offer, Peer
+from hvdkit.machine.processes import allow_files
+from hvdkit.watchdog.admission import Peer
+from hvdkit.watchdog.channel import Offer
 from hvdkit.watchdog.coordinator import Coordinator
 from hvdkit.watchdog.events import Connect, Joined, Message
 from hvdkit.watchdog.job_metrics import JobMetrics

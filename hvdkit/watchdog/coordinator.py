@@ -11,26 +11,24 @@ import signal
 import socket
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
-from hvdkit.machine import processes
-from hvdkit.watchdog.channel import NO_ANSWER, Closed, Output, Peer, Server
+from hvdkit.watchdog.admission import Peer, Server
+from hvdkit.watchdog.channel import NO_ANSWER, Closed, Output
 from hvdkit.watchdog.events import (
     End,
     Exited,
     Failed,
-    Flight,
     Joined,
     Leaving,
     Measured,
     Message,
-    Raised,
     Refused,
     Release,
     Signal,
-    Stacks,
     Status,
     Training,
     Unwound,
@@ -38,14 +36,14 @@ from hvdkit.watchdog.events import (
     WriteLine,
 )
 from hvdkit.watchdog.hung_ranks import HungRanks
-from hvdkit.watchdog.job_end import JobEnd
+from hvdkit.watchdog.job_end import JobEnd, StoppedRanks
 from hvdkit.watchdog.job_metrics import JobMetrics
 from hvdkit.watchdog.leaving import LEAVE_SECONDS, LeavingRanks
 from hvdkit.watchdog.left_behind import LeftBehind
 from hvdkit.watchdog.lines import Lines
 from hvdkit.watchdog.member import Member, broadcast
 from hvdkit.watchdog.settings import WatchdogSettings
-from hvdkit.watchdog.silent_ranks import SilentRanks, state_here
+from hvdkit.watchdog.silent_ranks import LostRanks, SilentRanks
 from hvdkit.watchdog.verdict import PREEMPTED, Alive, Blame, Judged, Lost, RankEvent, Verdict, verdict
 from hvdkit.watchdog.waits import Waits
 
@@ -54,10 +52,6 @@ _GATHER_SECONDS = 0.25
 # Seconds for other ranks to report their own errors after one has raised an exception, or after a program that does not
 # use hvdkit has failed: every rank may be about to raise the same.
 _OTHERS_SECONDS = 1.0
-# Seconds for a rank to replace its killed sentinel; with hvdkit run, sentinels are not replaced.
-_REPLACE_SECONDS = 5.0
-# The same for a rank of this host whose process is alive: on a busy host, starting a process takes long.
-_REPLACE_HERE_SECONDS = 60.0
 # Seconds after the deadline for sentinels to report that their ranks have ended.
 _REPORT_END_SECONDS = 12.0
 _TICK_SECONDS = 0.5
@@ -119,7 +113,7 @@ class Coordinator:
         self.members: dict[int, Member] = {}
         # Running ranks with a sentinel, in the order of their last messages.
         self._running: OrderedDict[int, Member] = OrderedDict()
-        self._lost_ranks: set[int] = set()  # ranks whose sentinel is gone and may be replaced
+        self._lost = LostRanks(self._running)  # with hvdkit run, sentinels are not replaced
         self._leaving = LeavingRanks(self._running, self._record)
         self._silent = SilentRanks(self._running, settings)
         self._hung = HungRanks(self._running, settings.patience, lines)
@@ -132,10 +126,19 @@ class Coordinator:
         self.verdict: Verdict | None = None
         self._end = JobEnd(size, settings, self.members, self.judge, self._lines, writes_last=not under_run)
         self.messages = 0
-        self._ended_stopped: set[int] = set()  # ranks that have the order to end, of a job that is being stopped
+        self._stopped = StoppedRanks(self._running, settings.unwind)
         self._failed: set[int] = set()  # ranks that have reported an error of their own
         self._victims: set[int] = set()  # ranks that have reported an error caused by another rank
         self._give_up_at: float | None = None  # after the verdict: when the remaining ranks count as lost
+        self._handlers: Mapping[type[Message], Callable[[Member, Any, float], None]] = {
+            Status: self._handle_status,
+            Measured: self._handle_measurements,
+            Training: self._handle_training,
+            Failed: self._handle_failure,
+            Leaving: self._leaving.add,
+            Exited: self._handle_exit,
+            Unwound: self._handle_unwound,
+        }
 
     # ---- messages ---------------------------------------------------------------------------------------------
 
@@ -191,7 +194,7 @@ class Coordinator:
             member.status = before.status
             member.pid = before.pid
         self.members[joined.rank] = self._running[joined.rank] = member
-        self._lost_ranks.discard(joined.rank)
+        self._lost.discard(joined.rank)
         if self._metrics is not None:
             self._metrics.join(joined)
         return member
@@ -202,51 +205,11 @@ class Coordinator:
         member.last_heard = now
         if member.is_running:
             self._running.move_to_end(member.rank)
-        if isinstance(message, Status):
-            self._handle_status(member, message, now)
-        elif isinstance(message, Measured):
-            if self._metrics is not None:
-                self._metrics.add(member.rank, message, now)
-        elif isinstance(message, Training):
-            if member.script_ended_at is not None:  # a second world of the same process
-                self._leaving.trains_again(member)
-                events = self._events[member.rank]
-                events[:] = [one for one in events if not isinstance(one.event, Leaving)]
-            member.is_training = True
-            member.script_ended_at = None
-            member.holding = None
-            member.pid = message.pid
-            member.released = None
-            member.unwound = False
-            self._record(member, message, now)
-        elif isinstance(message, Failed):
-            self._record(member, message, now)
-            if self.stop_requested:
-                self._end_stopped(member, message.code)
-            (self._victims if message.follows else self._failed).add(member.rank)
-            # An error caused by another rank waits for that rank's own report; one that had no victim so far may be
-            # about to happen on every rank.
-            if self._victims and not self._failed and not self._leaving.have_ended:
-                self._decide_at(now + LEAVE_SECONDS)
-            elif self._victims or self._failed >= self._running.keys():
-                self._decide_at(now + _GATHER_SECONDS)
-            else:
-                self._decide_at(now + _OTHERS_SECONDS)
-        elif isinstance(message, Raised):
-            member.raised = message
-            member.raised_at = now
-        elif isinstance(message, Leaving):
-            self._leaving.add(member, message, now)
-        elif isinstance(message, Exited):
-            self._handle_exit(member, message, now)
-        elif isinstance(message, Unwound):
-            member.unwound = True
-            if member.rank in self._ended_stopped:
-                member.send(Release(code=128 + signal.SIGINT))
-        elif isinstance(message, Stacks):
-            member.stacks = message
-        elif isinstance(message, Flight):
-            member.flight = message
+        handler = self._handlers.get(type(message))
+        if handler is not None:
+            handler(member, message, now)
+        else:
+            member.keep(message, now)
 
     def _handle_status(self, member: Member, status: Status, now: float) -> None:
         member.status = status
@@ -259,6 +222,37 @@ class Coordinator:
         member.raised = member.raised if status.has_raised else None
         self._left_behind.note(member, now)
         self._hung.note(member)
+
+    def _handle_measurements(self, member: Member, measured: Measured, now: float) -> None:
+        if self._metrics is not None:
+            self._metrics.add(member.rank, measured, now)
+
+    def _handle_training(self, member: Member, training: Training, now: float) -> None:
+        if member.script_ended_at is not None:  # a second world of the same process
+            self._leaving.trains_again(member)
+            events = self._events[member.rank]
+            events[:] = [one for one in events if not isinstance(one.event, Leaving)]
+        member.begin_training(training.pid)
+        self._record(member, training, now)
+
+    def _handle_failure(self, member: Member, failed: Failed, now: float) -> None:
+        self._record(member, failed, now)
+        if self.stop_requested:
+            self._stopped.end(member, failed.code)
+        (self._victims if failed.follows else self._failed).add(member.rank)
+        # An error caused by another rank waits for that rank's own report; one that had no victim so far may be about
+        # to happen on every rank.
+        if self._victims and not self._failed and not self._leaving.have_ended:
+            self._decide_at(now + LEAVE_SECONDS)
+        elif self._victims or self._failed >= self._running.keys():
+            self._decide_at(now + _GATHER_SECONDS)
+        else:
+            self._decide_at(now + _OTHERS_SECONDS)
+
+    def _handle_unwound(self, member: Member, unwound: Unwound, now: float) -> None:
+        member.unwound = True
+        if self._stopped.has(member.rank):
+            member.send(Release(code=128 + signal.SIGINT))
 
     def _handle_exit(self, member: Member, message: Exited, now: float) -> None:
         member.exited = message
@@ -288,11 +282,11 @@ class Coordinator:
         elif self._under_run:
             self._blame_lost(member)
         else:
-            self._lost_ranks.add(member.rank)
+            self._lost.add(member)
 
     def _blame_lost(self, member: Member) -> None:
         assert member.lost_at is not None
-        self._lost_ranks.discard(member.rank)
+        self._lost.discard(member.rank)
         self._record(member, Lost(), member.lost_at)
         self._decide_at(time.monotonic() + _GATHER_SECONDS)
 
@@ -318,9 +312,6 @@ class Coordinator:
     def _record(self, member: Member, event: Message, at: float, *, ordered: bool = False) -> None:
         ordered = ordered or self.stop_requested or self.verdict is not None
         self._events[member.rank].append(RankEvent(member.rank, at, event, ordered))
-
-    def _all_events(self) -> Iterator[RankEvent]:
-        return chain.from_iterable(self._events.values())
 
     def _decide_at(self, at: float) -> None:
         self._decision_due = at if self._decision_due is None else min(self._decision_due, at)
@@ -349,19 +340,16 @@ class Coordinator:
             return
         self._leaving.release(now, all_joined=len(self.members) == self._size)
         if self.stop_requested:
-            self._end_waiting()
+            self._stopped.end_waiting()
             return
-        for rank in list(self._lost_ranks):
-            member = self.members[rank]
-            limit = _REPLACE_HERE_SECONDS if state_here(member) else _REPLACE_SECONDS
-            if now - (member.lost_at or now) > limit:
-                self._blame_lost(member)
+        for member in self._lost.not_replaced(now):
+            self._blame_lost(member)
         for blame in self._silent.silent(now):
             self._give_up(self.members[blame.rank], now)  # the end of the job does not wait for it
             self._blame(blame)
         for blame in self._silent.stopped(now):
             self._blame(blame)
-        has_all = len(self.members) == self._size and not self._lost_ranks
+        has_all = len(self.members) == self._size and not self._lost
         if (hung := self._hung.check(now, has_all=has_all)) is not None:
             self._blame(hung)
         if self._decision_due is None and self.settings.patience:
@@ -371,18 +359,6 @@ class Coordinator:
         if self._decision_due is not None and now >= self._decision_due:
             self._decision_due = None
             self._decide(now)
-
-    def _end_stopped(self, member: Member, code: int) -> None:
-        """End a rank of a job that is being stopped, once: it has failed, or waits for one that has."""
-        if member.rank not in self._ended_stopped:
-            self._ended_stopped.add(member.rank)
-            member.send(End(code=code, unwind=self.settings.unwind))
-
-    def _end_waiting(self) -> None:
-        """After Ctrl-C: end ranks that wait in a collective for one that it has ended. Others may be saving."""
-        if self._ended_stopped:
-            for member in [one for one in self._running.values() if one.waits]:
-                self._end_stopped(member, 128 + signal.SIGINT)
 
     def _check_left_behind(self, now: float) -> None:
         """Blame a rank that has left the others by an exception; report waits that last long."""
@@ -414,16 +390,16 @@ class Coordinator:
         now = time.monotonic()
         alive = [RankEvent(rank, now, Alive()) for rank in self._running]
         hosts = {rank: member.joined.host for rank, member in self.members.items()}
-        return verdict([*self._all_events(), *alive], self._size, hosts)
+        return verdict([*chain.from_iterable(self._events.values()), *alive], self._size, hosts)
 
     def _decide(self, now: float) -> None:
         """End the job if a rank has failed."""
-        places = {processes.place(), *(member.joined.place for member in self._running.values())}
-        for member in [self.members[rank] for rank in self._lost_ranks]:
-            if member.joined.place not in places:  # all sentinels of a host are gone: none was only killed
-                self._blame_lost(member)
+        for member in self._lost.of_lost_hosts():
+            self._blame_lost(member)
         verdict = self.judge()
-        if verdict.code == 0 or (verdict.rank is None and not any(map(self._is_failure, self._all_events()))):
+        if verdict.code == 0 or (
+            verdict.rank is None and not any(map(self._is_failure, chain.from_iterable(self._events.values())))
+        ):
             return
         self.verdict = verdict
         if self._metrics is not None:
@@ -462,18 +438,8 @@ class Coordinator:
 
     @property
     def launcher_waits(self) -> bool:
-        """True if the last line is written, but the launcher waits for a rank on another host that does not exit.
-
-        A launcher detects that a host has died, but not that a host is cut off or that a rank is stopped.
-        """
-        verdict = self.verdict
-        here = processes.place()
-        if verdict is None or verdict.orderly or not self._end.has_written:
-            return False
-        remote = (one for one in self.members.values() if one.joined.place != here and one.exited is None)
-        return any(
-            one.is_silent or (self.has_ended and one.lost_at is None and one.rank == verdict.rank) for one in remote
-        )
+        """True if the last line is written, but the launcher waits for a rank on another host that does not exit."""
+        return self.verdict is not None and self._end.launcher_waits(self.verdict)
 
     @property
     def has_ended(self) -> bool:
@@ -488,5 +454,5 @@ class Coordinator:
     @property
     def over(self) -> bool:
         """True once every rank that joined has ended, and no decision or step is pending."""
-        is_undecided = (self._decision_due is not None or bool(self._lost_ranks)) and self.verdict is None
+        is_undecided = (self._decision_due is not None or bool(self._lost)) and self.verdict is None
         return not self._running and self._end.due is None and not is_undecided and bool(self.members)

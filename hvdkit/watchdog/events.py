@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import UnionType
@@ -15,16 +16,18 @@ VERSION = 4
 
 
 class Message:
-    """Base class of messages. The JSON object includes the name of the class."""
+    """Base class of messages. The JSON object includes the ``kind``, by default the name of the class."""
 
     kinds: ClassVar[dict[str, type[Message]]] = {}
+    kind: ClassVar[str]
 
-    def __init_subclass__(cls) -> None:
-        Message.kinds[cls.__name__] = cls
+    def __init_subclass__(cls, kind: str = "") -> None:
+        cls.kind = kind or cls.__name__
+        Message.kinds[cls.kind] = cls
 
     def encode(self) -> bytes:
         """Return the message as JSON."""
-        return json.dumps({"kind": type(self).__name__, **vars(self)}).encode()
+        return json.dumps({"kind": self.kind, **vars(self)}).encode()
 
 
 def decode(data: bytes) -> Message:
@@ -36,7 +39,7 @@ def decode(data: bytes) -> Message:
     try:
         fields = json.loads(data)
         kind = Message.kinds[fields.pop("kind")]
-        types = _types(kind.__name__)
+        types = _types(kind.kind)
         return kind(**{name: _read(value, types[name]) for name, value in fields.items()})
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError("not a message of hvdkit's watchdog") from error
@@ -294,6 +297,13 @@ class Connect(Message):
     offer: str
     chief_host: str
     speaks: bool
+
+    @classmethod
+    def of(cls, rank: int, hosts: Sequence[str], places: Sequence[str], offer: str) -> Connect:
+        """Return the message of a rank, given the host and the place of each rank."""
+        elsewhere = (other for other, place in enumerate(places) if place != places[0])
+        speaks = rank == next(elsewhere, 1)
+        return cls(rank=rank, size=len(hosts), host=hosts[rank], offer=offer, chief_host=hosts[0], speaks=speaks)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hvdkit.watchdog import hang
-from hvdkit.watchdog.events import GiveStacks
+from hvdkit.watchdog.events import GiveStacks, Stacks, Status
 from hvdkit.watchdog.job_end import TEXTS
 from hvdkit.watchdog.lines import Lines
 from hvdkit.watchdog.member import Member
+from hvdkit.watchdog.rank_texts import alike, tagged
 from hvdkit.watchdog.verdict import Blame, Judged
 
 # Limit for ranks that wait for a working rank, e.g. for a download on the chief; a multiple of the watchdog's limit.
 _WAITING_FACTOR = 6
 _STACKS_SECONDS = 3.0
+_HEADER_END = "its stacks, most recent call first:"
 
 
 class HungRanks:
@@ -81,11 +82,11 @@ class HungRanks:
         """Blame the rank that is furthest behind: the others wait for it, ``longest`` for the longest time."""
         stacks = {rank: member.stacks for rank, member in self._running.items() if member.stacks is not None}
         status = {rank: member.status for rank, member in self._running.items()}
-        culprit = hang.furthest_behind(status, stacks, longest.rank)
+        culprit = furthest_behind(status, stacks, longest.rank)
         idle = longest.status.idle
         where = f" ({stacks[culprit].where})" if culprit in stacks and stacks[culprit].where else ""
         shown = sorted(stacks, key=lambda rank: (rank != culprit, rank))[:TEXTS]
-        texts = hang.texts({rank: stacks[rank] for rank in shown})
+        texts = stack_texts({rank: stacks[rank] for rank in shown})
         if len(stacks) > TEXTS:
             texts.append(f"hvdkit: the stacks of {len(stacks) - TEXTS} more ranks are left out")
         for text in texts:
@@ -94,3 +95,42 @@ class HungRanks:
         cause = f"no progress for {idle:.0f} s{where}; the stacks of {whose} ranks are above"
         verb = "did not exit" if status[culprit].is_late else "hangs"
         return Blame(culprit, Judged(cause=cause, verb=verb, dead=True), now - idle)
+
+
+def furthest_behind(status: Mapping[int, Status], stacks: Mapping[int, Stacks], idle_longest: int) -> int:
+    """Return the rank that is furthest behind: the others wait for it.
+
+    Ranks are compared by steps, then by eager collectives begun; on a tie, a rank outside of a collective is behind one
+    that waits in it. If all are equal, return the rank that has been idle longest.
+
+    Args:
+        status: state of each running rank.
+        stacks: stacks of the ranks that answered.
+        idle_longest: the rank that has been idle longest.
+    """
+
+    def progress(rank: int) -> tuple[int, int, bool]:
+        return status[rank].step or 0, status[rank].count, stacks[rank].waiting
+
+    last = min(sorted(stacks), key=progress, default=idle_longest)
+    return idle_longest if not stacks or progress(last) == max(map(progress, stacks)) else last
+
+
+def stack_texts(stacks: Mapping[int, Stacks]) -> list[str]:
+    """Return the stacks of all ranks in rank order, tagged with the rank; identical stacks are included once.
+
+    Example:
+        >>> same = Stacks(text="its stacks, most recent call first:\\nf")
+        >>> stack_texts({0: same, 1: same})[1]
+        '[rank 1] its stacks are the same as those of rank 0'
+    """
+    headers = {rank: one.text.partition("\n")[0] for rank, one in stacks.items()}
+    bodies = {rank: one.text.partition("\n")[2] for rank, one in stacks.items()}
+    found = {}
+    for ranks in alike(bodies):
+        for rank in ranks:
+            text = stacks[rank].text
+            if bodies[rank] and rank != ranks[0]:
+                text = headers[rank].replace(_HEADER_END, f"its stacks are the same as those of rank {ranks[0]}")
+            found[rank] = tagged([rank], text)
+    return [found[rank] for rank in sorted(found)]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
+from hvdkit.machine import processes
 from hvdkit.watchdog import flight_file
 from hvdkit.watchdog.events import End, GiveFlight, Release
 from hvdkit.watchdog.flight_recorder import SLOTS
@@ -28,6 +30,36 @@ _ALL_RECORDS = 50_000
 # Seconds to write the flight recorder's file; seconds for the reader to take the last lines.
 _FILE_SECONDS = 1.0
 _WRITE_SECONDS = 1.0
+
+
+class StoppedRanks:
+    """Ends ranks of a job that is being stopped, each once: those that have failed, or wait for one that has.
+
+    Args:
+        running: the running ranks, which the coordinator keeps.
+        unwind: seconds for a rank to exit normally.
+    """
+
+    def __init__(self, running: Mapping[int, Member], unwind: float) -> None:
+        self._running = running
+        self._unwind = unwind
+        self._ended: set[int] = set()  # ranks that have the order to end
+
+    def has(self, rank: int) -> bool:
+        """Return True if a rank has the order to end."""
+        return rank in self._ended
+
+    def end(self, member: Member, code: int) -> None:
+        """End a rank with an exit code."""
+        if member.rank not in self._ended:
+            self._ended.add(member.rank)
+            member.send(End(code=code, unwind=self._unwind))
+
+    def end_waiting(self) -> None:
+        """After Ctrl-C: end ranks that wait in a collective for one that has the order. Others may be saving."""
+        if self._ended:
+            for member in [one for one in self._running.values() if one.waits]:
+                self.end(member, 128 + signal.SIGINT)
 
 
 class JobEnd:
@@ -71,6 +103,18 @@ class JobEnd:
         if self.due is not None and self.due <= now:
             pause = next(self._steps, None)
             self.due = None if pause is None else time.monotonic() + pause
+
+    def launcher_waits(self, verdict: Verdict) -> bool:
+        """Return True if the last line is written, and a rank on another host that does not exit keeps the launcher.
+
+        A launcher detects that a host has died, but not that a host is cut off or that a rank is stopped.
+        """
+        if verdict.orderly or not self.has_written:
+            return False
+        here = processes.place()
+        is_over = self.due is None
+        remote = (one for one in self._members.values() if one.joined.place != here and one.exited is None)
+        return any(one.is_silent or (is_over and one.lost_at is None and one.rank == verdict.rank) for one in remote)
 
     def _end(self, verdict: Verdict) -> Iterator[float]:
         """Run the steps; yield the seconds until the next one."""

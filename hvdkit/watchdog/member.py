@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from hvdkit.machine import processes
-from hvdkit.watchdog.channel import Peer
+from hvdkit.watchdog.admission import Peer
 from hvdkit.watchdog.events import Exited, Flight, Joined, Leaving, Message, Raised, Release, Stacks, Status
 from hvdkit.watchdog.flight_recorder import CollectiveRecord
 
@@ -52,6 +52,25 @@ class Member:
     def idle_since(self, at: float) -> float:
         """Return for how long it has been idle, not counting the time before ``at``."""
         return min(self.status.idle, self.status_at - at)
+
+    def begin_training(self, pid: int) -> None:
+        """Note that the rank has called ``hk.init()``, maybe again after the end of an earlier world."""
+        self.is_training = True
+        self.script_ended_at = None
+        self.holding = None
+        self.pid = pid
+        self.released = None
+        self.unwound = False
+
+    def keep(self, message: Message, now: float) -> None:
+        """Keep an answer of the rank, or its report of an exception."""
+        if isinstance(message, Raised):
+            self.raised = message
+            self.raised_at = now
+        elif isinstance(message, Stacks):
+            self.stacks = message
+        elif isinstance(message, Flight):
+            self.flight = message
 
     @property
     def is_running(self) -> bool:

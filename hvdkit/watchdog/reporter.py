@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import logging
 import os
 import select
-import signal
 import socket
-import stat
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 from hvdkit.errors import ClusterError
-from hvdkit.machine import processes
-from hvdkit.machine.interfaces import chosen_addresses, reachable_addresses
 from hvdkit.machine.launcher import LaunchedRank
-from hvdkit.watchdog import sentinel
-from hvdkit.watchdog.channel import Offer, listen, receive_now, send_now
+from hvdkit.watchdog.channel import receive_now, send_now
 from hvdkit.watchdog.ending import end_process, ending, flush_files, is_victim, report_exit_status
 from hvdkit.watchdog.events import (
     Busy,
@@ -38,15 +30,16 @@ from hvdkit.watchdog.events import (
     Message,
     Release,
     Sampled,
-    Stacks,
     Training,
     Unwound,
     Watching,
 )
-from hvdkit.watchdog.flight_recorder import FlightRecorder, memory_file, recorder
+from hvdkit.watchdog.flight_recorder import FlightRecorder, recorder
 from hvdkit.watchdog.lines import flush_streams
 from hvdkit.watchdog.metrics_server import METRICS, address_from_environment, url_of
-from hvdkit.watchdog.settings import EXIT, SOCKET_VARIABLE, WatchdogSettings, seconds
+from hvdkit.watchdog.sentinel_start import inherited_socket, listen_for_ranks, resume_if_stopped, start_sentinel
+from hvdkit.watchdog.settings import EXIT, WatchdogSettings, seconds
+from hvdkit.watchdog.training_thread import TrainingThread
 from hvdkit.watchdog.uncaught import UncaughtErrors, ended_a_step, left_a_loop, with_cause_first
 
 _LOGGER = logging.getLogger("hvdkit")
@@ -56,8 +49,6 @@ _SEND_SECONDS = 2.0
 # How many times a killed sentinel is replaced.
 _RESTARTS = 10
 _REPORTED = "_hvdkit_reported"  # attribute of an exception that this rank has reported
-# TensorFlow's functions that run a graph or an eager op; a rank that waits in a graph's collective blocks in one.
-_IN_GRAPH = {"quick_execute", "execute_with_cancellation"}
 
 
 class Reporter:
@@ -95,7 +86,7 @@ class Reporter:
         self._all_leave = False
         self._finalize: Callable[[], None] = lambda: None
         self._must_finalize = False
-        self._thread_ident = threading.main_thread().ident or 0  # of the training thread
+        self._thread = TrainingThread(threading.main_thread().ident or 0)
         self._rank = self._restarts = 0
         self._check_interval = WatchdogSettings().check_interval
         self._exit_seconds = self._patience = 0.0
@@ -140,13 +131,8 @@ class Reporter:
         if launched.rank != 0:
             self._start_sentinel()
             return ""
-        addresses, warning = (["127.0.0.1"], None) if not launched.on_several_hosts else chosen_addresses()
-        if warning is not None:
-            _LOGGER.warning("watchdog: %s", warning)
-        try:
-            listeners = listen(addresses)
-        except OSError as error:
-            _LOGGER.warning("watchdog: rank 0 cannot listen (%s): failures may not be noticed", error)
+        listeners, offer = listen_for_ranks(on_several_hosts=launched.on_several_hosts)
+        if not offer:
             return ""
         self.problem = None
         try:
@@ -154,8 +140,7 @@ class Reporter:
         except ValueError as error:
             self.problem = error
         self._start_sentinel(listeners)
-        reached_at = tuple(addresses or reachable_addresses())
-        self._offer = str(Offer(reached_at, listeners[0].getsockname()[1], os.urandom(16).hex()))
+        self._offer = offer
         return self._offer
 
     def join(
@@ -177,18 +162,10 @@ class Reporter:
             waiters: IDs of busy-polling threads (Horovod and MPI).
             finalize: finalizes MPI.
         """
-        self._thread_ident = threading.get_ident()
+        self._thread = TrainingThread(threading.get_ident())
         self._finalize = finalize
         if not self._under_run and offer:
-            elsewhere = (other for other, place in enumerate(places) if place != places[0])
-            self._connect = Connect(
-                rank=rank,
-                size=len(hosts),
-                host=hosts[rank],
-                offer=offer,
-                chief_host=hosts[0],
-                speaks=rank == next(elsewhere, 1),
-            )
+            self._connect = Connect.of(rank, hosts, places, offer)
             if self._metrics_listener is not None:
                 _LOGGER.info("metrics: %s", url_of(self._metrics_listener))
         self._training = Training(pid=self.pid, waiters=sorted(waiters), step=self.recorder.step)
@@ -208,16 +185,11 @@ class Reporter:
                 self.send(message)
 
     def _adopt_sentinel(self) -> bool:
-        """Connect to the sentinel that started this program, if any. Child programs do not inherit the connection."""
-        number, _, inode = os.environ.pop(SOCKET_VARIABLE, "").partition(" ")
-        if not number.isdigit() or not inode.isdigit():
-            return False
+        """Connect to the sentinel that started this program; return False if there is none."""
         try:
-            status = os.fstat(int(number))
-            if not stat.S_ISSOCK(status.st_mode) or status.st_ino != int(inode):
+            if (connected := inherited_socket()) is None:
                 return False
-            os.set_inheritable(int(number), False)
-            self._serve_from(socket.socket(fileno=int(number)))
+            self._serve_from(connected)
         except OSError:
             return False
         return True
@@ -225,19 +197,9 @@ class Reporter:
     def _start_sentinel(self, listeners: Sequence[socket.socket] = ()) -> None:
         """Start a sentinel, in rank 0 with the listening sockets of the coordinator."""
         self._listeners = listeners
-        process = processes.stat(self.pid)
-        python = sys.executable or "python3"  # may be empty in a program that embeds Python
         try:
-            rank_end, sentinel_end = socket.socketpair()
-            with sentinel_end:
-                metrics = -1 if self._metrics_listener is None else self._metrics_listener.fileno()
-                files = [sentinel_end.fileno(), metrics, *(one.fileno() for one in listeners)]
-                numbers = [self.pid, process.started if process is not None else 0, *files]
-                command = [python, "-IS", sentinel.PATH, "watch", *map(str, numbers)]
-                passed = [file for file in files if file >= 0]
-                nothing = subprocess.DEVNULL
-                self._child = subprocess.Popen(command, pass_fds=passed, stdin=nothing, stdout=nothing)
-            self._serve_from(rank_end)
+            self._child, connected = start_sentinel(self.pid, listeners, self._metrics_listener)
+            self._serve_from(connected)
         except (OSError, RuntimeError) as error:  # Python 3.12+ cannot start threads while it exits
             _LOGGER.warning("watchdog: no sentinel can be started (%s): failures may not be noticed", error)
 
@@ -257,7 +219,7 @@ class Reporter:
             self.recorder.note_python()
             try:
                 if not ready.poll(self._check_interval * 1000):
-                    self._resume_sentinel()
+                    resume_if_stopped(self._sentinel)
                     self._sample()
                     continue
                 order = receive_now(connected)
@@ -268,20 +230,22 @@ class Reporter:
             except Exception as error:  # must not end the rank
                 _LOGGER.warning("watchdog: rank %d cannot carry out %s: %s", self._rank, type(order).__name__, error)
         connected.close()
-        if self._closed or ending().begun or self._connect is None or self._socket is not connected:
+        is_over = self._closed or ending().begun or self._connect is None or self._socket is not connected
+        if not is_over:
+            self._replace_sentinel()
+        if is_over or not self.is_watched:
             self._stop_waiting()
-            return
+
+    def _replace_sentinel(self) -> None:
+        """Start a new sentinel in place of one that was killed, a limited number of times."""
         self._socket = None
         self._restarts += 1
         if self._restarts > _RESTARTS:
             _LOGGER.warning("watchdog: the sentinels of rank %d keep dying: failures may not be noticed", self._rank)
-            self._stop_waiting()
             return
         _LOGGER.warning("watchdog: the sentinel of rank %d was killed; starting a new one", self._rank)
         self._start_sentinel(self._listeners)
         self._send_state()
-        if not self.is_watched:
-            self._stop_waiting()
 
     def _stop_waiting(self) -> None:
         """Let this rank continue: no sentinel will answer it."""
@@ -294,22 +258,17 @@ class Reporter:
             return
         try:
             self.recorder.sampler()
-            frame = sys._current_frames().get(self._thread_ident)
-            self.recorder.set_in_graph(frame is not None and frame.f_code.co_name in _IN_GRAPH)
-            self._report_caught()
+            self.recorder.set_in_graph(self._thread.is_in_graph)
+            caught = self._thread.exception
+            if caught is not None and not hasattr(caught, _REPORTED) and self._has_ended_steps(caught):
+                self.note_raised(caught)
         except Exception as error:  # must not end the rank
             _LOGGER.warning("flight recorder: rank %d stops recording collectives in graphs: %s", self._rank, error)
             self.recorder.sampler = lambda: None
 
-    def _report_caught(self) -> None:
-        """Report an exception that the training thread is handling, if it has ended a step or a loop of steps."""
-        error: Any = sys._current_exceptions().get(self._thread_ident)
-        if isinstance(error, tuple):  # before Python 3.12
-            error = error[1]
-        if error is None or hasattr(error, _REPORTED):
-            return
-        if ended_a_step(error, self.recorder.graphs) or left_a_loop(error, self.recorder.callers):
-            self.note_raised(error)
+    def _has_ended_steps(self, error: BaseException) -> bool:
+        """Return True if an exception that the program handles has ended a step, or a loop of steps."""
+        return ended_a_step(error, self.recorder.graphs) or left_a_loop(error, self.recorder.callers)
 
     def explained(self, error: Exception) -> Exception:
         """Return an error to raise instead of ``error``, with a message that begins with what went wrong, and where.
@@ -329,17 +288,11 @@ class Reporter:
         setattr(error, _REPORTED, True)
         self.send(self.uncaught.raised(error))
 
-    def _resume_sentinel(self) -> None:
-        """Resume the sentinel if it is stopped while its rank runs."""
-        process = processes.stat(self._sentinel) if self._sentinel else None
-        if process is not None and process.state == "T":
-            processes.kill(self._sentinel, signal.SIGCONT)
-
     def _obey(self, order: Message) -> None:
         if isinstance(order, Watching):
             self._sentinel = order.pid
         elif isinstance(order, GiveStacks):
-            self.send(self._stacks())
+            self.send(self._thread.stacks(self.recorder, self.reason, self.doing))
         elif isinstance(order, GiveFlight):
             self._sample()
             self.send(Sampled())
@@ -387,26 +340,6 @@ class Reporter:
         """The reason of the most recent open :meth:`begin_busy`, or None."""
         return self._busy_reasons[-1] if self._busy_reasons else None
 
-    def _stacks(self) -> Stacks:
-        """Return this rank's last activity, and the Python stacks of all its threads."""
-        with os.fdopen(memory_file(), "w+b") as file:
-            faulthandler.dump_traceback(file, all_threads=True)
-            file.seek(0)
-            stacks = file.read().decode(errors="replace")
-        step = "" if self.recorder.step is None else f"at step {self.recorder.step}"
-        busy = f"busy: {self.reason}" if self.reason else ""
-        last = self.recorder.describe()
-        where = ""
-        waiting = self.recorder.waiting
-        frame = sys._current_frames().get(self._thread_ident)
-        if frame is not None:
-            where = f"in {frame.f_code.co_name}, {frame.f_code.co_filename}:{frame.f_lineno}"
-            waiting = waiting or frame.f_code.co_name in _IN_GRAPH
-        doing = f"in {self.doing}" if self.doing else ""
-        header = f"{', '.join(filter(None, [step, busy, doing, last]))}; its stacks, most recent call first:"
-        where = "; ".join(filter(None, [busy, doing, where, last]))
-        return Stacks(text="\n".join([header, *stacks.splitlines()]), where=where, waiting=waiting)
-
     def _close_in_child(self) -> None:
         """Close the parent's connections in a forked child: otherwise they would stay open after the parent's end."""
         if self._socket is not None:
@@ -450,7 +383,7 @@ class Reporter:
         """
         self._answered.clear()
         self._is_exiting = True
-        self._resume_sentinel()
+        resume_if_stopped(self._sentinel)
         with contextlib.suppress(KeyboardInterrupt):
             self._report_leaving(keeps_horovod)
 

@@ -1,10 +1,10 @@
-"""Ranks whose sentinels do not answer, and ranks that are stopped while others run."""
+"""Ranks whose sentinels do not answer or are gone, and ranks that are stopped while others run."""
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import takewhile
 
 from hvdkit.machine import processes
@@ -16,6 +16,10 @@ from hvdkit.watchdog.verdict import Blame, Judged
 # another one that still acknowledges packets: there, the sentinel may be waiting for a core, for memory or for a disk.
 _SILENT_HERE_FACTOR = 1.5
 _SILENT_FACTOR = 6
+# Seconds for a rank to replace its killed sentinel.
+_REPLACE_SECONDS = 5.0
+# The same for a rank of this host whose process is alive: on a busy host, starting a process takes long.
+_REPLACE_HERE_SECONDS = 60.0
 
 
 class SilentRanks:
@@ -86,6 +90,43 @@ class SilentRanks:
             if min(seconds, now - self._suspended_at) > self._settings.heartbeat:
                 why = f"has been stopped (SIGSTOP) for {seconds:.0f} s"
                 yield Blame(rank, Judged(cause=why, code=137, dead=True, busy=member.status.busy), now - seconds)
+
+
+class LostRanks:
+    """The ranks whose sentinels are gone, and may be replaced.
+
+    Args:
+        running: the running ranks with a sentinel, which the coordinator keeps.
+    """
+
+    def __init__(self, running: Mapping[int, Member]) -> None:
+        self._running = running
+        self._lost: dict[int, Member] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._lost)
+
+    def add(self, member: Member) -> None:
+        """Add a rank whose sentinel is gone."""
+        self._lost[member.rank] = member
+
+    def discard(self, rank: int) -> None:
+        """Remove a rank: it has a new sentinel, or has been given up."""
+        self._lost.pop(rank, None)
+
+    def not_replaced(self, now: float) -> list[Member]:
+        """Return the ranks whose sentinels have not been replaced in time."""
+        late = []
+        for member in self._lost.values():
+            limit = _REPLACE_HERE_SECONDS if state_here(member) else _REPLACE_SECONDS
+            if now - (member.lost_at or now) > limit:
+                late.append(member)
+        return late
+
+    def of_lost_hosts(self) -> list[Member]:
+        """Return the ranks of other hosts on which all sentinels are gone: none was only killed."""
+        places = {processes.place(), *(member.joined.place for member in self._running.values())}
+        return [member for member in self._lost.values() if member.joined.place not in places]
 
 
 def state_here(member: Member) -> str:

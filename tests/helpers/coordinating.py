@@ -14,7 +14,8 @@ from types import SimpleNamespace
 
 from helpers.speed import WAIT, wait_until
 from hvdkit.watchdog import channel
-from hvdkit.watchdog.channel import Connection, Offer, connect, listen
+from hvdkit.watchdog.admission import listen
+from hvdkit.watchdog.channel import Connection, Offer, connect
 from hvdkit.watchdog.coordinator import Coordinator
 from hvdkit.watchdog.events import Joined
 from hvdkit.watchdog.settings import WatchdogSettings

@@ -11,7 +11,7 @@ from helpers.counting import Exchange, PythonCalls, counting
 import hvdkit as hk
 from hvdkit.keras import metric_combiner
 from hvdkit.sharding.id_checks import FAULT_CODE_LENGTH
-from hvdkit.supervisor import session
+from hvdkit.supervisor import agreements
 from hvdkit.supervisor.pace import Pace
 
 opts = keras.optimizers
@@ -205,7 +205,7 @@ class Ticks:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        monkeypatch.setattr(session, "Pace", lambda seconds: Pace(seconds, clock=lambda: self.now))
+        monkeypatch.setattr(agreements, "Pace", lambda seconds: Pace(seconds, clock=lambda: self.now))
 
     def tick(self):
         self.now += 1 / 128

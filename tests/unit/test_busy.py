@@ -25,6 +25,10 @@ def sentinel(monkeypatch):
     theirs.close()
 
 
+def stacks_of_this_rank():
+    return reporter()._thread.stacks(reporter().recorder, reporter().reason, "")
+
+
 def test_busy_is_reported_without_a_world_nested_and_in_any_thread(sentinel):
     def elsewhere():
         with hk.busy("packing\nfiles"):
@@ -38,12 +42,12 @@ def test_busy_is_reported_without_a_world_nested_and_in_any_thread(sentinel):
         thread = threading.Thread(target=elsewhere)
         thread.start()
         inside.wait()
-        stacks = reporter()._stacks()
+        stacks = stacks_of_this_rank()
         assert "busy: packing files, " in stacks.text and stacks.where.startswith("busy: packing files; in ")
     assert reporter().reason == "packing files"
     leave.set()
     thread.join()
-    assert reporter().reason is None and "busy" not in reporter()._stacks().where
+    assert reporter().reason is None and "busy" not in stacks_of_this_rank().where
     with pytest.raises(KeyError), hk.busy("failing"):
         raise KeyError
     assert reporter().reason is None

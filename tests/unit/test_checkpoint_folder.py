@@ -15,10 +15,10 @@ from helpers.faults import edited, flip, limited
 from helpers.forged import array_tensor, save_as
 
 import hvdkit as hk
-from hvdkit.checkpoint.coverage import coverage_problem
 from hvdkit.checkpoint.folder import clear_damage, list_checkpoints, prune, read_damage, record_damage, tidy
-from hvdkit.checkpoint.manifest import Manifest, Part, TensorEntry, step_name
+from hvdkit.checkpoint.manifest import Manifest, step_name
 from hvdkit.checkpoint.reading import OPEN_FILES, Reader
+from hvdkit.checkpoint.tensor_entry import Part, TensorEntry, coverage_problem
 from hvdkit.checkpoint.tensorfile import NonFiniteTensor, not_allowed, write_file
 from hvdkit.sharding.partition import rows_of
 

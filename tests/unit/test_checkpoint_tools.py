@@ -21,12 +21,11 @@ from helpers.jobs import call, environment, without
 from helpers.speed import WAIT
 
 import hvdkit as hk
-from hvdkit.checkpoint.coverage import coverage_problem
 from hvdkit.checkpoint.entries import State, StateTensor
 from hvdkit.checkpoint.folder import record_damage
 from hvdkit.checkpoint.inspection import Inspection, Listing
-from hvdkit.checkpoint.manifest import Part, TensorEntry
 from hvdkit.checkpoint.matching import match
+from hvdkit.checkpoint.tensor_entry import Part, TensorEntry, coverage_problem
 from hvdkit.checkpoint.tensorfile import BLOCK_BYTES, TensorFile
 from hvdkit.checkpoint.verifying import bytes_to_verify
 from hvdkit.checkpoint.writing import Save, Snapshot

@@ -18,7 +18,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hvdkit.watchdog import channel
-from hvdkit.watchdog.channel import MESSAGE, Connection, Peer
+from hvdkit.watchdog.admission import Peer
+from hvdkit.watchdog.channel import MESSAGE, Connection
 from hvdkit.watchdog.events import VERSION, Message, Status, Training, Welcome, decode
 
 KINDS = sorted(Message.kinds)
@@ -43,7 +44,7 @@ FRAMES = st.builds(
     payloads() | st.binary(max_size=40),
     st.none() | st.integers(0, 2**32 - 1),
 )
-HELLO = channel._frame(channel._Hello(nonce="mine", version=VERSION, proof="guessed"))
+HELLO = channel._frame(channel.Hello(nonce="mine", version=VERSION, proof="guessed"))
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def served(job: Job, data: bytes) -> bool:
     ours, theirs = socket.socketpair()
     peer = Peer(time.monotonic())
     peer.connection = Connection(theirs, job.selector, peer)
-    peer.connection.longest = channel._LONGEST_BEFORE_PROOF
+    peer.connection.longest = channel.LONGEST_BEFORE_PROOF
     job.coordinator.server._unauthenticated[peer] = None
     with ours, contextlib.suppress(BlockingIOError):
         ours.setblocking(False)

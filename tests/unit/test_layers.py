@@ -229,7 +229,7 @@ def test_private_names_exist():
 READS_FRAMES = {
     "cluster/progress.py": "the line of the user's program that a rank has reached",
     "collectives/graphs.py": "the line of the user's program that calls a collective, for messages",
-    "watchdog/reporter.py": "the stacks of a rank that hangs",
+    "watchdog/training_thread.py": "the stacks of a rank that hangs",
 }
 FRAME_FUNCTIONS = {"_getframe", "currentframe", "_current_frames"}
 

@@ -53,7 +53,7 @@ print("the rank goes on", flush=True)
 """
 NO_TEMPORARY_FILES = """
 tempfile.tempdir = "/nowhere"
-print(rank._stacks().text.count("its stacks"), flush=True)
+print(rank._thread.stacks(rank.recorder, None, "").text.count("its stacks"), flush=True)
 """
 BUSY = """
 rank.begin_busy("uploading")

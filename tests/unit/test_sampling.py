@@ -7,7 +7,7 @@ import tensorflow as tf
 from helpers.cases import case
 
 from hvdkit.collectives.digests import digest_in_any_order, digest_of_batch, hash_of
-from hvdkit.data.sampling import digest_of_rows
+from hvdkit.data.arrays import digest_of_rows
 
 ROWS = np.arange(60.0).reshape(20, 3)
 

@@ -22,20 +22,10 @@ from helpers.coordinating import HEADER, LOCAL, Job, joined
 from helpers.speed import WAIT, wait_until
 
 from hvdkit.machine import interfaces
-from hvdkit.machine.limits import allow_files
-from hvdkit.watchdog import channel, sentinel, watching
-from hvdkit.watchdog.channel import (
-    STDOUT,
-    Closed,
-    Connection,
-    Offer,
-    Output,
-    Server,
-    connect,
-    listen,
-    receive_now,
-    send_now,
-)
+from hvdkit.machine.processes import allow_files
+from hvdkit.watchdog import admission, channel, sentinel, watching
+from hvdkit.watchdog.admission import Server, listen
+from hvdkit.watchdog.channel import STDOUT, Closed, Connection, Offer, Output, connect, receive_now, send_now
 from hvdkit.watchdog.events import (
     VERSION,
     Connect,
@@ -100,12 +90,12 @@ def test_a_sentinel_that_does_not_know_the_token_is_not_let_in():
         close(job.sentinel())
 
 
-def begin(job: Job, nonce: str = "mine", version: int = VERSION) -> tuple[socket.socket, channel._Challenge]:
+def begin(job: Job, nonce: str = "mine", version: int = VERSION) -> tuple[socket.socket, channel.Challenge]:
     """Connect, and return the coordinator's challenge."""
     made = job.stranger()
-    send_now(made, channel._Hello(nonce=nonce, version=version))  # without a proof, e.g. of an earlier version
+    send_now(made, channel.Hello(nonce=nonce, version=version))  # without a proof, e.g. of an earlier version
     challenge = receive_now(made)
-    assert isinstance(challenge, channel._Challenge)
+    assert isinstance(challenge, channel.Challenge)
     return made, challenge
 
 
@@ -113,27 +103,27 @@ def test_a_proof_serves_on_its_own_connection_in_its_own_direction_only():
     with Job(1) as job:
         token = job.offer.token
         one, challenge = begin(job)
-        assert challenge.proof == channel._proof(token, "coordinator", "mine", challenge.nonce)
+        assert challenge.proof == channel.proof_of(token, "coordinator", "mine", challenge.nonce)
         assert token not in challenge.proof + challenge.nonce
-        send_now(one, channel._Proof(proof=challenge.proof))  # the coordinator's own, sent back
+        send_now(one, channel.Proof(proof=challenge.proof))  # the coordinator's own, sent back
         assert is_closed(one)
         two, other = begin(job)
         assert other.nonce != challenge.nonce
-        send_now(two, channel._Proof(proof=channel._proof(token, "sentinel", "mine", challenge.nonce)))  # replayed
+        send_now(two, channel.Proof(proof=channel.proof_of(token, "sentinel", "mine", challenge.nonce)))  # replayed
         assert is_closed(two)
         three = job.stranger()
-        send_now(three, channel._Proof(proof=channel._proof(token, "sentinel", "", "")))  # without a challenge
+        send_now(three, channel.Proof(proof=channel.proof_of(token, "sentinel", "", "")))  # without a challenge
         assert is_closed(three)
         four, _ = begin(job)
         send_now(four, joined(0, 1))  # without a proof
         assert is_closed(four)
         five, last = begin(job)
-        send_now(five, channel._Proof(proof=channel._proof(token, "sentinel", "mine", last.nonce)))
+        send_now(five, channel.Proof(proof=channel.proof_of(token, "sentinel", "mine", last.nonce)))
         send_now(five, Status())  # neither Joined nor a proof
         assert is_closed(five)
         assert not job.coordinator.members
         six, last = begin(job)
-        send_now(six, channel._Proof(proof=channel._proof(token, "sentinel", "mine", last.nonce)))
+        send_now(six, channel.Proof(proof=channel.proof_of(token, "sentinel", "mine", last.nonce)))
         send_now(six, joined(0, 1))
         assert type(receive_now(six)).__name__ == "Welcome"
         six.close()
@@ -142,7 +132,7 @@ def test_a_proof_serves_on_its_own_connection_in_its_own_direction_only():
 def test_another_version_is_not_let_in():
     with Job(1) as job:
         made, challenge = begin(job, version=VERSION + 1)
-        send_now(made, channel._Proof(proof=channel._proof(job.offer.token, "sentinel", "mine", challenge.nonce)))
+        send_now(made, channel.Proof(proof=channel.proof_of(job.offer.token, "sentinel", "mine", challenge.nonce)))
         send_now(made, joined(0, 1))
         why = f"its watchdog has version {VERSION}, this one {VERSION + 1}; use the same hvdkit on all hosts"
         assert receive_now(made) == Refused(why=why)
@@ -172,7 +162,7 @@ def test_a_sentinel_says_nothing_of_worth_to_a_process_that_is_not_the_coordinat
         def serve() -> None:
             made, _ = stranger.accept()
             with made:
-                send_now(made, channel._Challenge(nonce="1", proof=proof))
+                send_now(made, channel.Challenge(nonce="1", proof=proof))
                 made.settimeout(WAIT)
                 with contextlib.suppress(OSError):
                     while data := made.recv(1 << 16):
@@ -236,7 +226,7 @@ def test_a_stranger_that_sends_garbage_is_refused_and_ends_nothing(what):
 def test_a_nonce_that_is_not_text_for_other_programs_harms_nothing():
     with Job(1) as job:
         made, _ = begin(job, nonce="\ud800\n\0" + "x" * 1000)
-        send_now(made, channel._Proof(proof="\ud800"))
+        send_now(made, channel.Proof(proof="\ud800"))
         assert is_closed(made)
         close(job.sentinel())
 
@@ -269,7 +259,7 @@ def test_a_flood_of_silent_strangers_does_not_keep_a_sentinel_out():
     with Job(1) as job:
         silent = [job.stranger() for _ in range(300)]
         sentinel = job.sentinel()
-        assert len(job.coordinator.server._unauthenticated) <= channel._MAX_UNAUTHENTICATED + 1
+        assert len(job.coordinator.server._unauthenticated) <= admission._MAX_UNAUTHENTICATED + 1
         more = [job.stranger() for _ in range(300)]
         sentinel.send(Status(step=1))
         wait_until(lambda: job.coordinator.members[0].status.step == 1)
@@ -296,7 +286,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("hello", [b"", channel._frame(channel._Hello(nonce="mine", version=VERSION, proof="guessed"))])
+@pytest.mark.parametrize("hello", [b"", channel._frame(channel.Hello(nonce="mine", version=VERSION, proof="guessed"))])
 def test_programs_without_the_token_that_keep_connecting_do_not_keep_sentinels_out(hello):
     """For example processes of another user of this host, before and while the job starts."""
     with Job(8) as job, contextlib.ExitStack() as stack:
@@ -317,12 +307,12 @@ def test_a_sentinel_in_its_handshake_is_never_closed_in_favour_of_others():
     with Job(1) as job:
         made = job.stranger()
         token = job.offer.token
-        send_now(made, channel._Hello(nonce="mine", version=VERSION, proof=channel._proof(token, "hello", "mine")))
+        send_now(made, channel.Hello(nonce="mine", version=VERSION, proof=channel.proof_of(token, "hello", "mine")))
         challenge = receive_now(made)
         strangers = [job.stranger() for _ in range(300)]
-        wait_until(lambda: len(job.coordinator.server._unauthenticated) > channel._MAX_UNAUTHENTICATED)
+        wait_until(lambda: len(job.coordinator.server._unauthenticated) > admission._MAX_UNAUTHENTICATED)
         wait_until(lambda: is_closed(strangers[0]))
-        send_now(made, channel._Proof(proof=channel._proof(token, "sentinel", "mine", challenge.nonce)))
+        send_now(made, channel.Proof(proof=channel.proof_of(token, "sentinel", "mine", challenge.nonce)))
         send_now(made, joined(0, 1))
         assert type(receive_now(made)).__name__ == "Welcome"
         for one in (made, *strangers):

@@ -21,9 +21,10 @@ from hvdkit.commands.run.secret import PrivateFile
 from hvdkit.errors import ClusterError
 from hvdkit.machine import processes
 from hvdkit.machine.launcher import ALONE, launched_rank
-from hvdkit.machine.limits import allow_files
+from hvdkit.machine.processes import allow_files
 from hvdkit.watchdog import sentinel
-from hvdkit.watchdog.channel import Offer, Output, listen
+from hvdkit.watchdog.admission import listen
+from hvdkit.watchdog.channel import Offer, Output
 from hvdkit.watchdog.coordinator import Coordinator
 from hvdkit.watchdog.events import HoldOutput
 from hvdkit.watchdog.settings import RUN_VARIABLE, WatchdogSettings

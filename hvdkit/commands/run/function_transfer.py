@@ -22,7 +22,8 @@ from pathlib import Path
 from hvdkit.errors import HvdkitError
 from hvdkit.machine import processes
 from hvdkit.machine.launcher import LaunchedRank
-from hvdkit.watchdog.channel import Offer, Peer, Server, connect, listen
+from hvdkit.watchdog.admission import Peer, Server, listen
+from hvdkit.watchdog.channel import Offer, connect
 from hvdkit.watchdog.events import Joined, Refused, Welcome
 from hvdkit.watchdog.settings import HEARTBEAT, seconds
 
