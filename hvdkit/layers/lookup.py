@@ -100,7 +100,7 @@ def _find_fault(store: TableStore, bags: Mapping[str, Bag]) -> Fault:
     checks = []
     for name, (feature, table) in store.lookups.items():
         bag = bags[name]
-        where = f"feature {feature!r} of table {table.name!r}"
+        where = f"feature {feature!r} of table {table.name!r} of layer {store.layer_name!r}"
         if store.out_of_range == "error" and not table.evict:
             remedy = "check the data, or pass out_of_range='wrap' or 'drop'"
             checks.append(range_check(bag.ids, table.input_dim, where, remedy))

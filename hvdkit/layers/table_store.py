@@ -39,6 +39,7 @@ class TableStore:
         floats: whether ids may be floats.
 
     Attributes:
+        layer_name: the layer's name.
         tables: the tables by name.
         lookups: the feature and the table of each output.
         outputs: the names of each table's outputs.
@@ -59,6 +60,7 @@ class TableStore:
         wire: tf.DType | None,
         floats: bool,
     ):
+        self.layer_name = layer.name
         self.tables = {table.name: table for table in tables}
         self.lookups = lookups_of(tables)
         self.outputs: dict[str, list[str]] = {}

@@ -232,11 +232,17 @@ def pages_of(error: BaseException) -> list[str]:
 _TRACEBACK = "Traceback (most recent call last):"
 # What TensorFlow puts before the message of an error of an eager op, e.g. of a dataset's iterator.
 _FUNCTION_NODE = re.compile(r"^\{\{function_node [^}]*\}\} ")
+# Keras's colors, and the line that it puts before the message of a layer's error.
+_COLOR = re.compile(r"\x1b\[[0-9;]*m|\\x1b\[[0-9;]*m")
+_IN_A_LAYER = "Exception encountered when calling"
 
 
 def cause_of(error: BaseException) -> str:
     """Return the most informative line of an error's message, without the name of TensorFlow's function."""
-    lines = [_FUNCTION_NODE.sub("", line.strip()) for line in str(error).splitlines() if line.strip()] or ["no message"]
+    text = _COLOR.sub("", str(error))
+    lines = [_FUNCTION_NODE.sub("", line.strip()) for line in text.splitlines() if line.strip()] or ["no message"]
+    if lines[0].startswith(_IN_A_LAYER) and len(lines) > 1:
+        return f"{lines[1]} ({lines[0].rstrip('.')})"
     if "Graph execution error:" in lines[1:2]:  # see with_cause_first
         return lines[0].partition(": ")[2]
     if any("has been shut down" in line for line in lines):

@@ -195,7 +195,7 @@ def test_inputs_that_one_rank_cannot_use_are_an_error_on_all(what, plan, rank, s
     )
     given, instead, said = INPUTS[what]
     if what in ("ragged", "sparse"):
-        others = "weights: got 1 in feature 'a' of table 'a' on rank"
+        others = f"weights: got 1 in feature 'a' of table 'a' of layer '{layer.name}' on rank"
     else:
         others = f"rank {size - 1} rejected its inputs"
     with pytest.raises((ValueError, TypeError), match=said if rank == size - 1 else others):

@@ -279,7 +279,8 @@ def test_a_bad_id_in_any_form_is_an_error_on_every_rank(form, bad, placement, tr
     with pytest.raises((ValueError, tf.errors.InvalidArgumentError)) as error:
         call({"f": good, "g": FORMS[form](bad if rank == size - 1 else 1), "u": good})
     said = str(error.value).replace("\\", "").replace("'", "")
-    assert f"ids: got {bad} in feature g of table t on rank {size - 1}, expected 0 to {ROWS - 1}" in said
+    where = f"feature g of table t of layer {layer.name} on rank {size - 1}"
+    assert f"ids: got {bad} in {where}, expected 0 to {ROWS - 1}" in said
     call({"f": good, "g": good, "u": good})
 
 
