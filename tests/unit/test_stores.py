@@ -7,6 +7,7 @@ import json
 import threading
 import time
 import weakref
+from collections import Counter
 
 import keras
 import numpy as np
@@ -17,6 +18,7 @@ from upath import UPath
 
 import hvdkit as hk
 from hvdkit.checkpoint.entries import StateTensor
+from hvdkit.checkpoint.folder import list_checkpoints
 from hvdkit.checkpoint.stores import open_store
 from hvdkit.checkpoint.writing import Save, Snapshot
 from hvdkit.commands.cli import main
@@ -36,13 +38,8 @@ def server():
 
 @pytest.fixture
 def store(server):
-    import s3fs
-
     hk.init()
-    server.fault = lambda request: None
-    s3fs.S3FileSystem(skip_instance_cache=True).rm(BUCKET, recursive=True)
-    s3fs.S3FileSystem(skip_instance_cache=True).mkdir(BUCKET)
-    server.requests.clear()
+    server.clear()
     return server
 
 
@@ -101,7 +98,25 @@ def test_the_manifest_is_written_last_and_removed_first(store):
             supervisor.step()
     removed = [r.key for r in store.requests if r.method == "DELETE" and "/step-000000001" in r.key]
     assert removed[0] == "run/checkpoints/step-000000001/manifest.json"
-    assert {name.split("/")[0] for name in store.names("run/checkpoints")} == {"step-000000003", "step-000000004"}
+    names = {name.split("/")[0] for name in store.names("run/checkpoints")}
+    assert names == {".recent", "step-000000003", "step-000000004"}
+
+
+@pytest.mark.core
+def test_a_save_makes_as_many_requests_however_many_checkpoints_are_kept(store):
+    counts = {}
+    for kept in (2, 9):
+        logdir = f"s3://{BUCKET}/keeps-{kept}"
+        with hk.Supervisor(logdir, state={"a": np.ones(3)}, save_model_secs=None, max_to_keep=kept) as session:
+            for _ in range(kept + 3):
+                session.step(loss=0.5)
+                session.save()
+                requests = [r for r in store.requests if ".lock" not in r.key]
+                store.requests.clear()
+        counts[kept] = Counter(request.method for request in requests)
+        assert len(list_checkpoints(open_store(f"{logdir}/checkpoints", "folder"))) == kept
+    assert counts[2] == counts[9]
+    assert sum(counts[9].values()) <= 22
 
 
 @pytest.mark.parametrize("replaces", [False, True])
