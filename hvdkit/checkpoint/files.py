@@ -197,8 +197,11 @@ class ReadableFile(Protocol):
 
     size: int
 
-    def read_into(self, view: memoryview, offset: int) -> int:
-        """Fill the start of ``view`` with bytes from ``offset`` on; return their number, 0 at the end."""
+    def read_into(self, view: memoryview, offset: int, until: int) -> int:
+        """Fill the start of ``view`` with bytes from ``offset`` on; return their number, 0 at the end.
+
+        The caller will read on up to byte ``until``, and may be given these bytes from memory.
+        """
 
     def close(self) -> None:
         """Close the file."""
@@ -212,7 +215,7 @@ class _RegularFile:
         self._descriptor = open_regular(path)
         self.size = os.fstat(self._descriptor).st_size
 
-    def read_into(self, view: memoryview, offset: int) -> int:
+    def read_into(self, view: memoryview, offset: int, until: int) -> int:
         with read_errors(self._path):
             return os.preadv(self._descriptor, [view], offset)
 

@@ -349,7 +349,7 @@ def remove_folder(folder: UPath) -> None:
 
 
 class StoreFile:
-    """An object that is read by ranges, with some megabytes read ahead.
+    """An object that is read by ranges, some megabytes at a time.
 
     Args:
         path: the object.
@@ -364,26 +364,31 @@ class StoreFile:
 
     def __init__(self, path: UPath):
         self._path = path
-        try:
-            self._file = request(path, "read", path.fs.open, path.path, "rb", block_size=_READ_AHEAD)
-        except (FileNotFoundError, IsADirectoryError):
-            raise CorruptCheckpointError(f"{path}: missing") from None
-        self.size = int(self._file.size)
+        size = size_of(path)
+        if size is None:
+            raise CorruptCheckpointError(f"{path}: missing")
+        self.size = size
+        self._start = 0  # of what is in memory
+        self._read = b""
 
-    def read_into(self, view: memoryview, offset: int) -> int:
-        """Fill the start of ``view`` with bytes from ``offset`` on; return their number, 0 at the end."""
-
-        def read() -> bytes:
-            self._file.seek(offset)
-            return bytes(self._file.read(len(view)))
-
-        try:
-            data = request(self._path, "read", read)
-        except FileNotFoundError:
-            raise CorruptCheckpointError(f"{self._path}: missing") from None
+    def read_into(self, view: memoryview, offset: int, until: int) -> int:
+        """Fill the start of ``view`` with bytes from ``offset`` on. See ``ReadableFile``."""
+        is_known = self._start <= offset < self._start + len(self._read)
+        if not is_known and offset < self.size:
+            end = min(max(offset + len(view), min(offset + _READ_AHEAD, until)), self.size)
+            self._read = b""  # frees its memory
+            try:
+                self._read = bytes(
+                    request(self._path, "read", self._path.fs.cat_file, self._path.path, start=offset, end=end)
+                )
+            except FileNotFoundError:
+                raise CorruptCheckpointError(f"{self._path}: missing") from None
+            self._start = offset
+        first = offset - self._start
+        data = memoryview(self._read)[first : first + len(view)] if offset < self.size else b""
         view[: len(data)] = data
         return len(data)
 
     def close(self) -> None:
-        """Release the connection and what was read ahead."""
-        self._file.close()
+        """Free what was read ahead."""
+        self._read = b""
