@@ -40,6 +40,8 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "hvdkit_rank_wait_seconds": ("gauge", "Seconds per step that the rank waits for others in collectives"),
     "hvdkit_rank_exchange_seconds": ("gauge", "Seconds per step in which collectives run, waits included"),
     "hvdkit_rank_exchange_bytes": ("gauge", "Bytes per step that the rank sends in collectives of its graph"),
+    "hvdkit_rank_exchange_bytes_total": ("counter", "Bytes that the rank has sent in collectives of its graph"),
+    "hvdkit_rank_exchange_seconds_total": ("counter", "Seconds in which collectives of its graph have run"),
     "hvdkit_rank_collectives_total": ("counter", "Collectives called from Python"),
     "hvdkit_rank_collective_bytes_total": ("counter", "Bytes that the rank has sent in these"),
     "hvdkit_rank_collective_seconds_total": ("counter", "Seconds that the rank has spent in these"),
@@ -60,6 +62,8 @@ class _RankMetrics:
     status: Status = field(default_factory=Status)
     is_running: bool = True
     eager_seconds: float = 0.0  # per step, in collectives called from Python
+    graph_bytes: int = 0  # of all steps, in collectives of the graph
+    graph_seconds: float = 0.0
 
     @property
     def exchange(self) -> float | None:
@@ -70,11 +74,13 @@ class _RankMetrics:
         return (in_graph or 0.0) + self.eager_seconds
 
     def add(self, measured: Measured) -> None:
-        """Add a measurement."""
+        """Add a measurement. Steps since the last one count as the last step whose collectives were seen."""
         before = self.measured
         steps = (measured.step or 0) - (before.step or 0)
         if before.step is not None and steps > 0:
             self.eager_seconds = (measured.seconds - before.seconds) / steps
+            self.graph_bytes += steps * measured.step_bytes
+            self.graph_seconds += steps * (measured.step_seconds or 0.0)
         self.measured = measured
 
 
@@ -214,6 +220,8 @@ class JobMetrics:
                 yield "hvdkit_rank_exchange_seconds", named, one.exchange or 0.0
             if measured.step_seconds is not None:
                 yield "hvdkit_rank_exchange_bytes", named, measured.step_bytes
+                yield "hvdkit_rank_exchange_bytes_total", named, one.graph_bytes
+                yield "hvdkit_rank_exchange_seconds_total", named, one.graph_seconds
             yield "hvdkit_rank_collectives_total", named, measured.collectives
             yield "hvdkit_rank_collective_bytes_total", named, measured.nbytes
             yield "hvdkit_rank_collective_seconds_total", named, measured.seconds
