@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from hvdkit.cluster.logs import get_logger
+from hvdkit.cluster.retries import Retries
 from hvdkit.errors import CheckpointError, CorruptCheckpointError, describe
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ PATIENT_SECONDS = 900.0
 """How long a request of a save is repeated: training goes on meanwhile."""
 ANSWER_SECONDS = 15.0
 """The same for all other requests, which someone waits for."""
+_FIRST_PAUSE = 0.2
 _LONGEST_PAUSE = 20.0
 _SILENT_SECONDS = 5.0
 _SKEW_SECONDS = 300.0
@@ -138,20 +140,18 @@ def request(path: UPath, action: str, function: Callable[..., T], *arguments: An
         FileNotFoundError, FileExistsError, IsADirectoryError: as the function raises them.
         UnansweredError: any other error, after the last attempt.
     """
-    import tenacity
-
     check = _check_of_save.get()
     seconds = ANSWER_SECONDS if check is None else PATIENT_SECONDS
-    attempts = tenacity.Retrying(
-        stop=tenacity.stop_after_delay(seconds),
-        wait=tenacity.wait_random_exponential(0.2, _LONGEST_PAUSE),
-        retry=tenacity.retry_if_exception(_may_pass),
-        before=lambda _: None if check is None else check(),
-        before_sleep=lambda state: _warn(path, seconds, state.seconds_since_start or 0.0),
-        reraise=True,
+    retries = Retries(
+        _may_pass,
+        seconds,
+        _FIRST_PAUSE,
+        _LONGEST_PAUSE,
+        before=check or (lambda: None),
+        before_pause=lambda passed: _warn(path, seconds, passed),
     )
     try:
-        return attempts(function, *arguments, **options)
+        return retries.call(function, *arguments, **options)
     except (FileNotFoundError, FileExistsError, IsADirectoryError, CheckpointError):
         raise
     except Exception as error:

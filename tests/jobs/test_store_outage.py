@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -25,15 +26,15 @@ import hvdkit as hk
 hk.init()
 table = hk.PartitionedVariable((1000, 8), name="table", initializer="zeros")
 ended = []
-with hk.Supervisor("{RUN}", variables=[table], save_model_secs=10, max_to_keep=None, summary_steps=5) as supervisor:
-    while not supervisor.should_stop():
+with hk.Supervisor("{RUN}", state={{"table": table}}, save_model_secs=10, max_to_keep=None, summary_steps=5) as sv:
+    while not sv.should_stop():
         table.apply(lambda local: local + 1)
         time.sleep(0.1)
-        supervisor.step(loss=1 / (1 + supervisor.global_step))
+        sv.step(loss=1 / (1 + sv.global_step))
         ended.append(time.time())
         if hk.is_chief() and ended[-1] - ended[0] > {OUTAGE} + 60:
-            supervisor.request_stop()
-assert np.all(table.local.numpy() == supervisor.global_step)
+            sv.request_stop()
+assert np.all(table.local.numpy() == sv.global_step)
 if hk.is_chief():
     print("RESULT", json.dumps(ended))
 """
@@ -44,7 +45,7 @@ import hvdkit as hk
 hk.init()
 path = hk.checkpoint.latest("{RUN}")
 table = hk.PartitionedVariable((1000, 8), name="table", initializer="zeros")
-hk.checkpoint.restore(path, {{"variables": [table]}})
+hk.checkpoint.restore(path, {{"state": {{"table": table}}}})
 assert np.all(table.local.numpy() == int(path.name[5:])), table.local
 """
 
@@ -78,7 +79,7 @@ def test_a_store_that_is_down_for_five_minutes_costs_no_step_and_no_checkpoint()
         ended = json.loads(done.stdout.split("RESULT ")[1].splitlines()[0])
         began = refused[0]
         during = [number for number, when in enumerate(ended, 1) if began < when < began + OUTAGE]
-        gaps = [after - before for before, after in zip(ended, ended[1:], strict=False)]
+        gaps = [after - before for before, after in itertools.pairwise(ended)]
         checkpoints = [int(found.path.name[5:]) for found in hk.checkpoint.inspect(RUN).checkpoints]
         print(f"{len(refused)} requests refused in {refused[-1] - began:.0f} s; {len(during)} steps meanwhile;")
         print(f"longest step {max(gaps):.2f} s; checkpoints {checkpoints}; steps {len(ended)}")
