@@ -50,7 +50,7 @@ METRICS: Mapping[str, tuple[str, str]] = {
 }
 """Type and help text of each metric."""
 
-_Value = tuple[str, str, float]  # of a metric: its name, its labels and its value
+_Value = tuple[str, dict[str, str], float]  # of a metric: its name, its labels and its value
 
 
 @dataclass
@@ -160,14 +160,17 @@ class JobMetrics:
 
     # ---- text -------------------------------------------------------------------------------------------------
 
-    def text(self) -> str:
-        """Return the metrics in Prometheus's text format, version 0.0.4."""
+    def values(self) -> list[_Value]:
+        """Return the name, the labels and the value of each metric that is known."""
         now = time.monotonic()
         with self._lock:
-            values = [*self._of_job(), *self._of_steps(now), *self._of_ranks()]
+            return [*self._of_job(), *self._of_steps(now), *self._of_ranks()]
+
+    def text(self) -> str:
+        """Return the metrics in Prometheus's text format, version 0.0.4."""
         lines: dict[str, list[str]] = {}
-        for name, labels, value in values:
-            lines.setdefault(name, []).append(f"{name}{labels} {_number(value)}\n")
+        for name, named, value in self.values():
+            lines.setdefault(name, []).append(f"{name}{labels(**named)} {_number(value)}\n")
         parts = []
         for name, (kind, meaning) in METRICS.items():
             if name in lines:
@@ -175,45 +178,45 @@ class JobMetrics:
         return "".join(parts)
 
     def _of_job(self) -> Iterable[_Value]:
-        yield "hvdkit_build_info", labels(version=__version__), 1
-        yield "hvdkit_ranks", "", self._size
-        yield "hvdkit_ranks_running", "", sum(one.is_running for one in self._ranks.values())
-        yield "hvdkit_attempt_start_timestamp_seconds", "", self._began_at
-        yield "hvdkit_restarts_total", "", max(0, self._attempts - 1)
-        yield "hvdkit_failures_total", "", self._failures
+        yield "hvdkit_build_info", {"version": __version__}, 1
+        yield "hvdkit_ranks", {}, self._size
+        yield "hvdkit_ranks_running", {}, sum(one.is_running for one in self._ranks.values())
+        yield "hvdkit_attempt_start_timestamp_seconds", {}, self._began_at
+        yield "hvdkit_restarts_total", {}, max(0, self._attempts - 1)
+        yield "hvdkit_failures_total", {}, self._failures
         if (failure := self._failure) is not None:
             rank = "" if failure.rank is None else str(failure.rank)
-            named = labels(rank=rank, host=failure.host, code=str(failure.code), cause=failure.summary)
+            named = {"rank": rank, "host": failure.host, "code": str(failure.code), "cause": failure.summary}
             yield "hvdkit_last_failure_info", named, 1
         if (saved := self._saved) is not None and saved.saved_step is not None:
-            yield "hvdkit_last_save_step", "", saved.saved_step
-            yield "hvdkit_last_save_timestamp_seconds", "", saved.saved_at
-            yield "hvdkit_last_save_duration_seconds", "", saved.save_seconds
+            yield "hvdkit_last_save_step", {}, saved.saved_step
+            yield "hvdkit_last_save_timestamp_seconds", {}, saved.saved_at
+            yield "hvdkit_last_save_duration_seconds", {}, saved.save_seconds
 
     def _of_steps(self, now: float) -> Iterable[_Value]:
         chief = self._ranks[0].measured if 0 in self._ranks else Measured()
         if chief.step is not None:
-            yield "hvdkit_step", "", chief.step
-        yield "hvdkit_steps_trained_total", "", self._steps
+            yield "hvdkit_step", {}, chief.step
+        yield "hvdkit_steps_trained_total", {}, self._steps
         if chief.examples is not None or self._examples:
-            yield "hvdkit_examples_trained_total", "", self._examples
+            yield "hvdkit_examples_trained_total", {}, self._examples
         if chief.loss is not None:
-            yield "hvdkit_loss", "", chief.loss
+            yield "hvdkit_loss", {}, chief.loss
         if self._step_seconds is not None:
             waited = now - self._stepped_at
             seconds = waited if waited > self._step_seconds + _LATE_SECONDS else self._step_seconds
-            yield "hvdkit_step_duration_seconds", "", seconds
+            yield "hvdkit_step_duration_seconds", {}, seconds
             if chief.examples is not None and seconds:
-                yield "hvdkit_examples_per_second", "", chief.examples / seconds
+                yield "hvdkit_examples_per_second", {}, chief.examples / seconds
 
     def _of_ranks(self) -> Iterable[_Value]:
         waits = self._waits()
         if waits:
             straggler = min(waits, key=lambda rank: waits[rank])
             is_waited_for = max(waits.values()) > _STRAGGLING * (self._step_seconds or 0.0) > 0
-            yield "hvdkit_straggler_rank", "", straggler if is_waited_for else -1
+            yield "hvdkit_straggler_rank", {}, straggler if is_waited_for else -1
         for rank, one in sorted(self._ranks.items()):
-            named = labels(rank=str(rank), host=one.joined.host)
+            named = {"rank": str(rank), "host": one.joined.host}
             measured = one.measured
             if rank in waits:
                 yield "hvdkit_rank_wait_seconds", named, waits[rank]
@@ -243,14 +246,14 @@ class JobMetrics:
 
 
 def labels(**values: str) -> str:
-    r"""Return labels in the text format.
+    r"""Return labels in the text format; "" for none.
 
     Example:
         >>> print(labels(rank="0", cause='the "x"\n'))
         {rank="0",cause="the \"x\"\n"}
     """
     pairs = ",".join(f'{name}="{_escaped(value)}"' for name, value in values.items())
-    return f"{{{pairs}}}"
+    return f"{{{pairs}}}" if pairs else ""
 
 
 def _escaped(value: str) -> str:

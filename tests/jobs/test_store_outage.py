@@ -19,7 +19,8 @@ OUTAGE = 300.0  # seconds
 RUN = f"s3://{BUCKET}/run"
 LONGEST_GAP = 60.0  # seconds; on an idle machine less than one
 PROGRAM = f"""
-import json, time
+import json, os, time
+from pathlib import Path
 import numpy as np
 import hvdkit as hk
 
@@ -36,7 +37,7 @@ with hk.Supervisor("{RUN}", state={{"table": table}}, save_model_secs=10, max_to
             sv.request_stop()
 assert np.all(table.local.numpy() == sv.global_step)
 if hk.is_chief():
-    print("RESULT", json.dumps(ended))
+    Path(os.environ["ENDED"]).write_text(json.dumps(ended))
 """
 RESTORE = f"""
 import numpy as np
@@ -52,7 +53,7 @@ assert np.all(table.local.numpy() == int(path.name[5:])), table.local
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-def test_a_store_that_is_down_for_five_minutes_costs_no_step_and_no_checkpoint():
+def test_a_store_that_is_down_for_five_minutes_costs_no_step_and_no_checkpoint(tmp_path):
     down = threading.Event()
     refused: list[float] = []  # times of requests
 
@@ -73,10 +74,10 @@ def test_a_store_that_is_down_for_five_minutes_costs_no_step_and_no_checkpoint()
     with served() as store:
         store.fault = fault
         command = [*MPI, "2", sys.executable, "-c", PROGRAM]
-        env = environment(**store.environment)
+        env = environment(ENDED=str(tmp_path / "ended"), **store.environment)
         done = subprocess.run(command, env=env, text=True, capture_output=True, timeout=1500, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-        ended = json.loads(done.stdout.split("RESULT ")[1].splitlines()[0])
+        ended = json.loads((tmp_path / "ended").read_text())
         began = refused[0]
         during = [number for number, when in enumerate(ended, 1) if began < when < began + OUTAGE]
         gaps = [after - before for before, after in itertools.pairwise(ended)]

@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_file_loader import LegacyEventFi
 from upath import UPath
 
 import hvdkit as hk
+from hvdkit.checkpoint import stores
 from hvdkit.checkpoint.entries import StateTensor
 from hvdkit.checkpoint.folder import list_checkpoints
 from hvdkit.checkpoint.stores import open_store
@@ -170,6 +171,29 @@ def test_training_goes_on_while_the_store_is_down(store):
         down.clear()
     assert steps_while_down > 20
     assert hk.checkpoint.latest(RUN).name == f"step-{steps_while_down:09}"
+
+
+def test_the_training_thread_makes_no_request_for_a_save(store, monkeypatch):
+    """So the blocking part of a save to a store is that of one to a folder: the snapshot."""
+    threads = []
+    request = stores.request
+
+    def noted(*arguments, **options):
+        threads.append(threading.current_thread().name)
+        return request(*arguments, **options)
+
+    monkeypatch.setattr(stores, "request", noted)
+    with hk.Supervisor(RUN, state={"a": np.ones(9)}, save_model_secs=None, summary_steps=1) as supervisor:
+        supervisor.step(loss=0.5)
+        threads.clear()
+        supervisor.save(wait=False)
+        for _ in range(20):
+            supervisor.step(loss=0.5)
+        seen = list(threads)
+        supervisor._saver.wait()
+        seen += [name for name in threads if name == "hvdkit-save"]
+    assert set(seen) <= {"hvdkit-save", "hvdkit-lock", "hvdkit-summaries"}
+    assert "hvdkit-save" in seen
 
 
 def test_an_outage_at_any_request_of_a_save_costs_no_checkpoint(store, monkeypatch):
