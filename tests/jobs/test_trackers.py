@@ -171,7 +171,7 @@ class Nothing(keras.callbacks.Callback):
 
 
 trackers = {
-    "none": Nothing,
+    "none": lambda: Nothing(),
     "W&B": wandb_logger,
     "W&B, each batch": lambda: wandb_logger(log_freq="batch"),
     "MLflow": mlflow_logger,
