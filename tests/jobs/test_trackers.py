@@ -80,7 +80,7 @@ def test_a_tracker_costs_no_exchange(tmp_path):
     print(json.dumps(found))
     collectives = {name: count + eager for name, (count, eager, _) in found.items()}
     own = collectives["none"]
-    assert {name for name, count in collectives.items() if count > own + 3} == {"W&B, each batch"}, collectives
+    assert {name for name, count in collectives.items() if count != own} == {"W&B, each batch"}, collectives
 
 
 def test_the_page_has_short_programs():
