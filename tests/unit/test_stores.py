@@ -198,7 +198,7 @@ def test_the_training_thread_makes_no_request_for_a_save(store, monkeypatch):
 
 def test_an_outage_at_any_request_of_a_save_costs_no_checkpoint(store, monkeypatch):
     make_impatient(monkeypatch)
-    with hk.Supervisor(RUN, state={"a": 1}, save_model_secs=None, summary_steps=1) as supervisor:
+    with hk.Supervisor(RUN, state={"a": 1}, save_model_secs=None, max_to_keep=1, summary_steps=1) as supervisor:
         for at in range(0, 16, 3):
             store.requests.clear()
             ends: list[float] = []
