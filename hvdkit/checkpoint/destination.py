@@ -14,7 +14,7 @@ from hvdkit.checkpoint.bounds import manifest_bytes
 from hvdkit.checkpoint.files import RunPath, atomic_file, checkpoint_errors, make_folder, read_bounded, remove_folder
 from hvdkit.checkpoint.folder import commit, is_good, remove_note, temporary_path
 from hvdkit.checkpoint.manifest import NAME, Manifest
-from hvdkit.checkpoint.store_folder import REPORT, report_name, set_aside, sweep
+from hvdkit.checkpoint.store_folder import files_of, note_recent, report_name, set_aside, sweep
 from hvdkit.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class StoreFolder:
         self._target = target
         self._token = token
         self._published: list[UPath] = []
-        self._reports: dict[int, str] = {}
+        self._reports: list[str] = []
 
     def prepare(self) -> None:
         """See :class:`Destination`."""
@@ -145,27 +145,27 @@ class StoreFolder:
 
     def take_report(self, rank: int) -> tuple[RunPath, bytes] | None:
         """See :class:`Destination`."""
-        if rank not in self._reports:  # one listing shows the reports of all ranks
-            matches = map(REPORT.fullmatch, stores.sizes(self._target))
-            own = (match for match in matches if match and match[0] == report_name(int(match[1]), self._token))
-            self._reports |= {int(match[1]): match[0] for match in own}
-        if rank not in self._reports:
+        path = self._target / report_name(rank, self._token)
+        data = stores.read_start(path, manifest_bytes(1))
+        if data is None:
             return None
-        path = self._target / self._reports[rank]
-        return path, stores.read_bounded(path, manifest_bytes(1))
+        self._reports.append(path.name)
+        return path, data
 
     def commit(self, manifest: Manifest, check: Callable[[], None]) -> None:
         """See :class:`Destination`."""
         check()
+        replaced = files_of(self._target) if self.suffix else []
         if self.suffix and not is_good(self._target):
             set_aside(self._target, self.suffix)
             remove_note(self._target)
         elif not self.suffix:
             remove_note(self._target)  # the user may have removed the checkpoint
+        note_recent(self._target)
         manifest.write(self._target)
         self._published.clear()
         with contextlib.suppress(CheckpointError):  # the next session removes them
-            sweep(self._target, manifest)
+            sweep(self._target, manifest, [*replaced, *self._reports])
 
     def close(self) -> None:
         """See :class:`Destination`."""

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -159,15 +159,18 @@ def regular_size(path: Path) -> int:
     return status.st_size
 
 
-def regular_sizes(folder: RunPath, names: Iterable[str]) -> Iterator[tuple[str, int | None]]:
-    """Yield the length of each file, in bytes, or None if it is missing. Raises as :func:`open_regular` does."""
-    if isinstance(folder, Path):
-        for name in names:
-            yield name, regular_size(folder / name) if os.path.lexists(folder / name) else None
+def regular_sizes(folder: RunPath, expected: Mapping[str, int]) -> Iterator[tuple[str, int | None]]:
+    """Yield the length of each file, in bytes, or None if it is missing. Raises as :func:`open_regular` does.
+
+    Args:
+        folder: the folder.
+        expected: the names of the files, with their lengths.
+    """
+    if not isinstance(folder, Path):
+        yield from stores.sizes_of(folder, expected)
         return
-    found = stores.sizes(folder)
-    for name in names:
-        yield name, found.get(name)
+    for name in expected:
+        yield name, regular_size(folder / name) if os.path.lexists(folder / name) else None
 
 
 def read_bounded(path: RunPath, most: int) -> bytes:
@@ -194,8 +197,11 @@ class ReadableFile(Protocol):
 
     size: int
 
-    def read_into(self, view: memoryview, offset: int) -> int:
-        """Fill the start of ``view`` with bytes from ``offset`` on; return their number, 0 at the end."""
+    def read_into(self, view: memoryview, offset: int, until: int) -> int:
+        """Fill the start of ``view`` with bytes from ``offset`` on; return their number, 0 at the end.
+
+        The caller will read on up to byte ``until``, and may be given these bytes from memory.
+        """
 
     def close(self) -> None:
         """Close the file."""
@@ -209,7 +215,7 @@ class _RegularFile:
         self._descriptor = open_regular(path)
         self.size = os.fstat(self._descriptor).st_size
 
-    def read_into(self, view: memoryview, offset: int) -> int:
+    def read_into(self, view: memoryview, offset: int, until: int) -> int:
         with read_errors(self._path):
             return os.preadv(self._descriptor, [view], offset)
 

@@ -13,7 +13,9 @@ import contextlib
 import itertools
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hvdkit.checkpoint import store_folder, stores
 from hvdkit.checkpoint.bounds import NOTE_BYTES
@@ -34,6 +36,9 @@ from hvdkit.checkpoint.files import (
 from hvdkit.checkpoint.manifest import Manifest, is_checkpoint, step_of
 from hvdkit.errors import CheckpointError, describe, printable
 from hvdkit.machine.replacing import sync
+
+if TYPE_CHECKING:
+    from upath import UPath
 
 _WRITING = ".writing-"
 _REPLACED = ".replaced-"
@@ -77,10 +82,16 @@ def check_replaceable(target: RunPath) -> None:
     """
     with checkpoint_errors(target, "read"):
         may_replace = step_of(target) is not None or is_checkpoint(target)
-        if exists(target) and not may_replace and not (is_folder(target) and not names_in(target)):
+        if exists(target) and not may_replace and not _is_empty_folder(target):
             got = f"{target}, which exists and is not a checkpoint"
             remedy = "pass another path, such as step-000001200 in that folder"
             raise CheckpointError(describe("path", got, "a new folder, or a checkpoint to replace", remedy))
+
+
+def _is_empty_folder(path: RunPath) -> bool:
+    if isinstance(path, Path):
+        return path.is_dir() and not names_in(path)
+    return not stores.has_objects(path)
 
 
 def list_checkpoints(folder: RunPath) -> list[RunPath]:
@@ -94,9 +105,23 @@ def list_checkpoints(folder: RunPath) -> list[RunPath]:
     if isinstance(folder, Path) and not os.path.lexists(folder):
         return []
     with checkpoint_errors(folder, "read"):
-        named = [path for path in (folder / name for name in names_in(folder)) if step_of(path) is not None]
-    checkpoints = [path for path in named if is_checkpoint(path)]
-    return sorted(checkpoints, key=lambda path: (step_of(path) or 0, path.name))
+        names = names_in(folder)
+    if not isinstance(folder, Path):
+        names = list({*names, *store_folder.recent(folder)})
+    named = [path for path in (folder / name for name in names) if step_of(path) is not None]
+    return _in_order(path for path in named if is_checkpoint(path))
+
+
+def _in_order(paths: Iterable[RunPath]) -> list[RunPath]:
+    return sorted(paths, key=lambda path: (step_of(path) or 0, path.name))
+
+
+def checkpoints_in(folder: RunPath) -> list[RunPath]:
+    """Return :func:`list_checkpoints` of a folder of checkpoints, or of the one in a ``logdir``."""
+    inner = folder / "checkpoints"
+    if isinstance(inner, Path):
+        return list_checkpoints(inner if inner.is_dir() else folder)
+    return list_checkpoints(inner) or list_checkpoints(folder)
 
 
 def is_good(path: RunPath) -> bool:
@@ -110,13 +135,18 @@ def find_damage(path: RunPath) -> str | None:
 
 
 def _manifest_damage(path: RunPath) -> str | None:
+    found = _load(path)
+    return None if isinstance(found, Manifest) else str(found)
+
+
+def _load(path: RunPath) -> Manifest | CheckpointError:
+    """Return a checkpoint's manifest, or what is wrong with it. Raises UnansweredError if its store does not answer."""
     try:
-        Manifest.load(path)
+        return Manifest.load(path)
     except stores.UnansweredError:
         raise
     except CheckpointError as error:
-        return str(error)
-    return None
+        return error
 
 
 def latest(folder: str | RunPath) -> RunPath | None:
@@ -147,16 +177,14 @@ def latest(folder: str | RunPath) -> RunPath | None:
         >>> hk.checkpoint.latest("runs/no-such-run") is None
         True
     """
-    folder = run_path(folder, "folder")
-    inner = folder / "checkpoints"
-    candidates = list_checkpoints(inner if is_folder(inner) else folder)
-    return next((path for path in reversed(candidates) if is_good(path)), None)
+    candidates = reversed(checkpoints_in(run_path(folder, "folder")))
+    return next((path for path in candidates if is_good(path)), None)
 
 
 def record_damage(path: RunPath, damage: str) -> None:
     """Record damage in a file next to a checkpoint: the checkpoint is kept, but neither used nor counted."""
     with contextlib.suppress(CheckpointError, OSError):  # a read-only disk must not stop a restore
-        if is_folder(path):
+        if is_checkpoint(path) or is_folder(path):
             write_text(_note_path(path), printable(damage) + "\n")
 
 
@@ -169,18 +197,22 @@ def clear_damage(path: RunPath) -> None:
 def read_damage(path: RunPath) -> str | None:
     """Return the damage that :func:`record_damage` recorded for ``path``, or None; for a terminal, in one line."""
     note = _note_path(path)
-    if not exists(note) or not exists(path):
+    if not isinstance(note, Path):
+        start = stores.read_start(note, NOTE_BYTES)
+        if start is None or not (is_checkpoint(path) or exists(path)):
+            return None
+    elif not exists(note) or not exists(path):
         return None
-    try:
-        text = _start_of(note).decode(errors="replace").strip()
-    except CheckpointError as error:
-        return printable(error)
+    else:
+        try:
+            start = _start_of(note)
+        except CheckpointError as error:
+            return printable(error)
+    text = start.decode(errors="replace").strip()
     return printable(text) or f"{note} is empty"
 
 
-def _start_of(note: RunPath) -> bytes:
-    if not isinstance(note, Path):
-        return stores.read_bounded(note, NOTE_BYTES)
+def _start_of(note: Path) -> bytes:
     with os.fdopen(open_regular(note), "rb") as file, read_errors(note):
         return file.read(NOTE_BYTES)
 
@@ -206,8 +238,11 @@ def _set_aside(path: Path) -> None:
     remove_note(path)
 
 
-def prune(current: RunPath, max_to_keep: int | None, keep_every: int | None) -> None:
+def prune(current: RunPath, max_to_keep: int | None, keep_every: int | None, known: set[str] | None = None) -> None:
     """Remove good checkpoints older than ``current`` until ``max_to_keep`` are left, including ``current``.
+
+    ``known`` has the names of the good checkpoints that a run has saved or examined, and is brought up to date: in a
+    store, these are not examined at each save.
 
     Neither counted nor removed: damaged checkpoints, which are left for the user to inspect; checkpoints older than
     the newest ``max_to_keep`` whose step is a multiple of ``keep_every``; and checkpoints of a later step, which
@@ -216,16 +251,43 @@ def prune(current: RunPath, max_to_keep: int | None, keep_every: int | None) -> 
     if max_to_keep is None:
         return
     step = step_of(current) or 0
-    older = [path for path in list_checkpoints(current.parent) if (step_of(path) or 0) < step and is_good(path)]
+    known = set() if known is None else known
+    good: Iterable[RunPath]
+    if isinstance(current, Path):
+        good = (path for path in list_checkpoints(current.parent) if (step_of(path) or 0) < step and is_good(path))
+    else:
+        good = _good_in_store(current, known)
+    older = [path for path in good if (step_of(path) or 0) < step]
     for path in older[: max(0, len(older) - (max_to_keep - 1))]:
         if keep_every is None or (step_of(path) or 0) % keep_every:
-            _remove(path)
+            if isinstance(path, Path):
+                _remove(path)
+            else:
+                known.discard(path.name)
+                manifest = _load(path)
+                if read_damage(path) is None and isinstance(manifest, Manifest):  # it is still good
+                    store_folder.remove(path, manifest.files)
 
 
-def _remove(path: RunPath) -> None:
-    if not isinstance(path, Path):
-        store_folder.remove(path)
-        return
+def _good_in_store(current: UPath, known: set[str]) -> list[RunPath]:
+    """Return the good checkpoints next to ``current``, which is one; examine those that a listing does not confirm."""
+    folder = current.parent
+    listed = stores.sizes(folder)
+    names = {*listed, *(known or store_folder.recent(folder)), current.name}
+    known.add(current.name)
+    for path in (folder / name for name in names):
+        is_noted = _note_path(path).name in listed
+        is_confirmed = path.name in known and (path == current or path.name in listed) and not is_noted
+        if step_of(path) is None or is_confirmed:
+            continue
+        if is_checkpoint(path) and is_good(path):
+            known.add(path.name)
+        else:
+            known.discard(path.name)
+    return _in_order(folder / name for name in known)
+
+
+def _remove(path: Path) -> None:
     # Rename first: a partially removed folder must not look like a checkpoint.
     removed = path.with_name(f"{_WRITING}{path.name}-old")
     path.rename(removed)

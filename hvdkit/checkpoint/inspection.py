@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hvdkit.checkpoint.files import RunPath, exists, is_folder, run_path
-from hvdkit.checkpoint.folder import find_damage, latest, list_checkpoints
+from hvdkit.checkpoint.files import RunPath, exists, run_path
+from hvdkit.checkpoint.folder import checkpoints_in, find_damage, latest
 from hvdkit.checkpoint.manifest import NAME, Manifest, is_checkpoint
 from hvdkit.checkpoint.reading import Reader
 from hvdkit.checkpoint.tensor_entry import TensorEntry
@@ -192,8 +192,7 @@ def checkpoints_at(path: RunPath) -> list[RunPath]:
     """
     if is_checkpoint(path):
         return [path]
-    inner = path / "checkpoints"
-    checkpoints = list_checkpoints(inner if is_folder(inner) else path)
+    checkpoints = checkpoints_in(path)
     if not checkpoints:
         raise _not_found(path)
     return checkpoints

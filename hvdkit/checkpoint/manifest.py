@@ -154,12 +154,13 @@ class Manifest:
                 was modified, or has wrong contents; or a file is missing or truncated.
         """
         manifest = cls.parse(folder)
-        for name, size in regular_sizes(folder, manifest.files):
+        expected = {name: record.bytes for name, record in manifest.files.items()}
+        for name, size in regular_sizes(folder, expected):
             if size is None:
                 raise CorruptCheckpointError(f"{folder / name}: missing, though {NAME} names it")
-            if size != (expected := manifest.files[name].bytes):
+            if size != expected[name]:
                 raise CorruptCheckpointError(
-                    f"{folder / name}: has {size} bytes, but {expected} were written (truncated?)"
+                    f"{folder / name}: has {size} bytes, but {expected[name]} were written (truncated?)"
                 )
         return manifest
 

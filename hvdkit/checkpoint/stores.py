@@ -7,6 +7,7 @@ other ranks write to the same folder.
 from __future__ import annotations
 
 import contextlib
+import email.utils
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from hvdkit.cluster.logs import get_logger
+from hvdkit.cluster.retries import Retries
 from hvdkit.errors import CheckpointError, CorruptCheckpointError, describe
 
 if TYPE_CHECKING:
@@ -27,8 +29,11 @@ PATIENT_SECONDS = 900.0
 """How long a request of a save is repeated: training goes on meanwhile."""
 ANSWER_SECONDS = 15.0
 """The same for all other requests, which someone waits for."""
+_FIRST_PAUSE = 0.2
 _LONGEST_PAUSE = 20.0
 _SILENT_SECONDS = 5.0
+_SKEW_SECONDS = 300.0
+"""How much the clocks of a host and of a store may differ until a refusal is explained by it; S3 refuses 15 minutes."""
 _WARN_SECONDS = 60.0
 _warned = [-_WARN_SECONDS]  # when the last warning was given
 _READ_AHEAD = 4 * 2**20
@@ -135,25 +140,25 @@ def request(path: UPath, action: str, function: Callable[..., T], *arguments: An
         FileNotFoundError, FileExistsError, IsADirectoryError: as the function raises them.
         UnansweredError: any other error, after the last attempt.
     """
-    import tenacity
-
     check = _check_of_save.get()
     seconds = ANSWER_SECONDS if check is None else PATIENT_SECONDS
-    attempts = tenacity.Retrying(
-        stop=tenacity.stop_after_delay(seconds),
-        wait=tenacity.wait_random_exponential(0.2, _LONGEST_PAUSE),
-        retry=tenacity.retry_if_exception(_may_pass),
-        before=lambda _: None if check is None else check(),
-        before_sleep=lambda state: _warn(path, seconds, state.seconds_since_start or 0.0),
-        reraise=True,
+    retries = Retries(
+        _may_pass,
+        seconds,
+        _FIRST_PAUSE,
+        _LONGEST_PAUSE,
+        before=check or (lambda: None),
+        before_pause=lambda passed: _warn(path, seconds, passed),
     )
     try:
-        return attempts(function, *arguments, **options)
+        return retries.call(function, *arguments, **options)
     except (FileNotFoundError, FileExistsError, IsADirectoryError, CheckpointError):
         raise
     except Exception as error:
         reason = without_secrets(f"{type(error).__name__}: {error}".strip(": "))
-        if isinstance(error, PermissionError) or _CREDENTIALS.search(reason):
+        if (skew := _clock_skew(error)) is not None:
+            remedy = f"{skew}: synchronize it (NTP: timedatectl set-ntp true, or chronyc makestep)"
+        elif isinstance(error, PermissionError) or _CREDENTIALS.search(reason):
             remedy = "give this job credentials for the store, on every host"
         elif _may_pass(error):
             remedy = f"the store did not answer for {seconds:g} s: check the network, and start the command again"
@@ -168,6 +173,28 @@ def _warn(path: UPath, seconds: float, passed: float) -> None:
     if passed > _SILENT_SECONDS and now - _warned[0] > _WARN_SECONDS:
         _warned[0] = now
         get_logger().warning("%s: the store does not answer; trying again for up to %g s", path, seconds)
+
+
+def _clock_skew(error: BaseException) -> str | None:
+    """Return the difference between this host's clock and the store's, if that is why a request was refused."""
+    text = ""
+    date: object = None
+    cause: BaseException | None = error
+    while cause is not None:
+        text += f" {cause}"
+        answer = getattr(cause, "response", None)  # of botocore's errors
+        if isinstance(answer, dict):
+            date = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date", date)
+        cause = cause.__cause__
+    if not isinstance(error, PermissionError):
+        return None
+    try:
+        seconds = abs(email.utils.parsedate_to_datetime(str(date)).timestamp() - time.time())
+    except ValueError:
+        return "the clock of this host differs from the store's" if "RequestTimeTooSkewed" in text else None
+    if seconds < _SKEW_SECONDS:
+        return None
+    return f"the clock of this host differs from the store's by {seconds / 60:.0f} minutes"
 
 
 def _may_pass(error: BaseException) -> bool:
@@ -193,6 +220,26 @@ def sizes(folder: UPath) -> dict[str, int | None]:
     }
 
 
+def sizes_of(folder: UPath, expected: Mapping[str, int]) -> Iterator[tuple[str, int | None]]:
+    """Yield names with the sizes of their objects in bytes; None for one that is missing.
+
+    Listings of some stores lag behind their objects: one that is listed with another size than expected, or not at
+    all, is asked for.
+    """
+    listed = sizes(folder)
+    for name, size in expected.items():
+        yield name, size if listed.get(name) == size else size_of(folder / name)
+
+
+def size_of(path: UPath) -> int | None:
+    """Return the size of an object in bytes, or None if it is missing."""
+    try:
+        found: dict[str, Any] = request(path, "read", path.fs.info, path.path)
+    except FileNotFoundError:
+        return None
+    return None if found["type"] == "directory" else int(found["size"])
+
+
 def exists(path: UPath) -> bool:
     """Return True if there is an object, or a folder with one in it."""
     try:
@@ -202,6 +249,13 @@ def exists(path: UPath) -> bool:
     return True
 
 
+def has_objects(folder: UPath) -> bool:
+    """Return True if there is an object in a folder; what is listed may have been removed."""
+    return any(
+        has_objects(folder / name) if size is None else exists(folder / name) for name, size in sizes(folder).items()
+    )
+
+
 def read_bounded(path: UPath, most: int) -> bytes:
     """Return the contents of a small object.
 
@@ -209,13 +263,24 @@ def read_bounded(path: UPath, most: int) -> bytes:
         CorruptCheckpointError: it is missing, or has more than ``most`` bytes.
         UnansweredError: the store does not answer.
     """
-    try:
-        data = bytes(request(path, "read", path.fs.cat_file, path.path, start=0, end=most + 1))
-    except (FileNotFoundError, IsADirectoryError):
-        raise CorruptCheckpointError(f"{path}: missing") from None
+    data = read_start(path, most + 1)
+    if data is None:
+        raise CorruptCheckpointError(f"{path}: missing")
     if len(data) > most:
         raise CorruptCheckpointError(f"{path}: has more than {most} bytes")
     return data
+
+
+def read_start(path: UPath, most: int) -> bytes | None:
+    """Return at most ``most`` bytes of the start of an object, or None if it is missing.
+
+    Raises:
+        UnansweredError: the store does not answer.
+    """
+    try:
+        return bytes(request(path, "read", path.fs.cat_file, path.path, start=0, end=most))
+    except (FileNotFoundError, IsADirectoryError):
+        return None
 
 
 def write_bytes(path: UPath, data: bytes, *, create: bool = False) -> None:
@@ -260,8 +325,9 @@ def _without_bucket(path: UPath, error: FileNotFoundError) -> CheckpointError:
 
 
 def copy(source: UPath, target: UPath) -> None:
-    """Copy an object in its store, without a download."""
-    request(target, "written", source.fs.cp_file, source.path, target.path)
+    """Copy an object in its store, without a download; skip one that is missing."""
+    with contextlib.suppress(FileNotFoundError):
+        request(target, "written", source.fs.cp_file, source.path, target.path)
 
 
 def remove(paths: Iterable[UPath]) -> None:
@@ -283,7 +349,7 @@ def remove_folder(folder: UPath) -> None:
 
 
 class StoreFile:
-    """An object that is read by ranges, with some megabytes read ahead.
+    """An object that is read by ranges, some megabytes at a time.
 
     Args:
         path: the object.
@@ -298,26 +364,31 @@ class StoreFile:
 
     def __init__(self, path: UPath):
         self._path = path
-        try:
-            self._file = request(path, "read", path.fs.open, path.path, "rb", block_size=_READ_AHEAD)
-        except (FileNotFoundError, IsADirectoryError):
-            raise CorruptCheckpointError(f"{path}: missing") from None
-        self.size = int(self._file.size)
+        size = size_of(path)
+        if size is None:
+            raise CorruptCheckpointError(f"{path}: missing")
+        self.size = size
+        self._start = 0  # of what is in memory
+        self._read = b""
 
-    def read_into(self, view: memoryview, offset: int) -> int:
-        """Fill the start of ``view`` with bytes from ``offset`` on; return their number, 0 at the end."""
-
-        def read() -> bytes:
-            self._file.seek(offset)
-            return bytes(self._file.read(len(view)))
-
-        try:
-            data = request(self._path, "read", read)
-        except FileNotFoundError:
-            raise CorruptCheckpointError(f"{self._path}: missing") from None
+    def read_into(self, view: memoryview, offset: int, until: int) -> int:
+        """Fill the start of ``view`` with bytes from ``offset`` on. See ``ReadableFile``."""
+        is_known = self._start <= offset < self._start + len(self._read)
+        if not is_known and offset < self.size:
+            end = min(max(offset + len(view), min(offset + _READ_AHEAD, until)), self.size)
+            self._read = b""  # frees its memory
+            try:
+                self._read = bytes(
+                    request(self._path, "read", self._path.fs.cat_file, self._path.path, start=offset, end=end)
+                )
+            except FileNotFoundError:
+                raise CorruptCheckpointError(f"{self._path}: missing") from None
+            self._start = offset
+        first = offset - self._start
+        data = memoryview(self._read)[first : first + len(view)] if offset < self.size else b""
         view[: len(data)] = data
         return len(data)
 
     def close(self) -> None:
-        """Release the connection and what was read ahead."""
-        self._file.close()
+        """Free what was read ahead."""
+        self._read = b""

@@ -32,6 +32,7 @@ from hvdkit.errors import CheckpointError, CorruptCheckpointError, NonFiniteErro
 
 # Also the I/O size: a larger block would be evicted from the core's cache between its checksum and its write.
 BLOCK_BYTES = 2**20
+_USUAL_HEADER = 2**16  # bytes of a header that are read at once, as a request to a store takes longer than they do
 
 DTYPES: Mapping[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
@@ -305,6 +306,8 @@ class TensorFile(contextlib.AbstractContextManager["TensorFile"]):
         if not rows or not location.blocks:
             return
         step = location.block_rows
+        end = min((rows[-1] // step + 1) * step, location.rows)
+        until = self._data + location.start + end * location.row_bytes
         for first, last in _blocks(location, rows[0] // step, rows[-1] // step + 1):
             self._check_length(location, last)
             start = max(0, -((rows.start - first) // rows.step))
@@ -316,7 +319,7 @@ class TensorFile(contextlib.AbstractContextManager["TensorFile"]):
                 block = into[start:stop]
             else:
                 block = np.empty((last - first, *location.shape[1:]), location.dtype)
-            self._fill(name, location, first, block)
+            self._fill(name, location, first, block, until)
             yield start, stop, block[wanted[0] - first : wanted[-1] - first + 1 : rows.step]
 
     def _location(self, name: str) -> TensorLocation:
@@ -329,21 +332,21 @@ class TensorFile(contextlib.AbstractContextManager["TensorFile"]):
         if self._data + location.start + rows * location.row_bytes > self.size:
             raise CorruptCheckpointError(f"{self.path}: truncated at byte {self.size}")
 
-    def _fill(self, name: str, location: TensorLocation, first: int, block: np.ndarray) -> None:
-        """Read and verify the checksum block that starts at row ``first``."""
+    def _fill(self, name: str, location: TensorLocation, first: int, block: np.ndarray, until: int) -> None:
+        """Read and verify the checksum block that starts at row ``first``; blocks up to byte ``until`` follow."""
         view = _bytes_of(block)
-        self._read_into(view, self._data + location.start + first * location.row_bytes)
+        self._read_into(view, self._data + location.start + first * location.row_bytes, until)
         number = first // location.block_rows
         if xxhash.xxh3_64_hexdigest(view) != location.digests[16 * number : 16 * number + 16]:
             raise CorruptCheckpointError(
                 f"{self.path}: {name!r} is damaged in rows {first} to {first + len(block) - 1} (checksum differs)"
             )
 
-    def _read_into(self, view: memoryview, offset: int) -> None:
+    def _read_into(self, view: memoryview, offset: int, until: int) -> None:
         if self._file is None:
             self._file = open_readable(self.path)
         while view:
-            got = self._file.read_into(view, offset)
+            got = self._file.read_into(view, offset, until)
             if got == 0:
                 raise CorruptCheckpointError(f"{self.path}: truncated at byte {offset}")
             self.bytes_read += got
@@ -356,12 +359,12 @@ class TensorFile(contextlib.AbstractContextManager["TensorFile"]):
         if record is not None and self.size != record.bytes and not truncated:
             raise CorruptCheckpointError(f"{self.path}: has {self.size} bytes, but {record.bytes} were written")
         length = bytearray(8)
-        self._read_into(memoryview(length), 0)
+        self._read_into(memoryview(length), 0, min(_USUAL_HEADER, self.size))
         (count,) = struct.unpack("<Q", length)
         if count > min(self.size - 8, HEADER_BYTES):
             raise CorruptCheckpointError(f"{self.path}: is not a safetensors file (a header of {count} bytes)")
         header = bytearray(count)
-        self._read_into(memoryview(header), 8)
+        self._read_into(memoryview(header), 8, 8 + count)
         if record is not None and xxhash.xxh3_128_hexdigest(bytes(length + header)) != record.checksum:
             raise CorruptCheckpointError(f"{self.path}: its header is damaged (checksum differs)")
         self._data = 8 + count

@@ -44,9 +44,9 @@ class ShardedLayer(keras.layers.Layer):
             got = f"{self.name}, whose weights are sharded across {cluster.size()} ranks"
             expected = "layers whose weights are whole on this rank: Keras's file would hold one rank's part"
             remedy = (
-                "train with hk.fit(logdir=...) or hk.Supervisor, which save it; then run the same command on one rank: it "
-                "restores the tables whole, trains nothing and can save the file. hvdkit checkpoint export writes .npy "
-                "files and SavedModels"
+                "train with hk.fit(logdir=...) or hk.Supervisor, which save it; then run the same command on one rank, "
+                "which restores whole tables, trains nothing and can save the file. hvdkit checkpoint export writes "
+                ".npy files and SavedModels"
             )
             raise HvdkitError(describe("model.save, model.save_weights", got, expected, remedy))
         for name, part in self._parts().items():

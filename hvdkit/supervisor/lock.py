@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import errno
 import fcntl
@@ -16,7 +17,7 @@ import time
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hvdkit.checkpoint.files import RunPath, checkpoint_errors
 from hvdkit.cluster.logs import get_logger
@@ -32,11 +33,36 @@ _SHOWN = 200  # characters of the holder's command, and of its other texts
 # struct flock of fcntl(2) on 64-bit Linux: type, whence, start, length, process. Zeros mean the whole file.
 _FLOCK = struct.Struct("hh4xqqi4x")
 
+_Lock = TypeVar("_Lock", bound="HeldLock")
+
 # Folders that this process has locked, by device and inode, as a folder can have many paths.
 _HELD: dict[tuple[int, int], LogdirLock] = {}
 
 
-class LogdirLock:
+class HeldLock(abc.ABC):
+    """A lock that is held in a ``with`` block."""
+
+    def __enter__(self: _Lock) -> _Lock:
+        self.acquire()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    @abc.abstractmethod
+    def acquire(self) -> None:
+        """Acquire the lock. Raises CheckpointError if that is not possible."""
+
+    @abc.abstractmethod
+    def verify(self) -> None:
+        """Check that the lock is held. Raises CheckpointError if it is not."""
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """Release the lock, if it is held."""
+
+
+class LogdirLock(HeldLock):
     """Exclusive lock for writing to ``logdir``, held until :meth:`release` or the end of the process.
 
     Uses an open-file-description lock on ``logdir/.lock`` (Linux 3.15 and later; see fcntl(2)). The kernel releases it
@@ -67,13 +93,6 @@ class LogdirLock:
         self._key: tuple[int, int] | None = None
         self._file = -1
         self._holder: dict[str, Any] = {}
-
-    def __enter__(self) -> LogdirLock:
-        self.acquire()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.release()
 
     def acquire(self) -> None:
         """Acquire the lock without waiting. Not reentrant.

@@ -72,6 +72,7 @@ class Saver:
         self._state = state
         self._gather = gather
         self._keep = (max_to_keep, keep_every)
+        self._good: set[str] = set()  # names of checkpoints, for retention
         self._permitted = permitted
         self._stop_on_nonfinite = stop_on_nonfinite
         self._save: Save | None = None
@@ -119,7 +120,7 @@ class Saver:
                 gather=self._gather,
                 background=self.asynchronous,
                 before_commit=self._permitted,
-                after_commit=lambda: prune(target, *self._keep),
+                after_commit=lambda: prune(target, *self._keep, self._good),
             )
         if self._gather:
             self.wait()

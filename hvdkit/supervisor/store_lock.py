@@ -21,6 +21,7 @@ from hvdkit.errors import CheckpointError, CorruptCheckpointError
 from hvdkit.supervisor.lock import (
     HOLDER_BYTES,
     NAME,
+    HeldLock,
     LogdirLock,
     describe_this_run,
     held_by_this_process,
@@ -39,7 +40,7 @@ _LOOK_SECONDS = 1.0
 _EXCLUSIVE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"}
 
 
-class StoreLock:
+class StoreLock(HeldLock):
     """Exclusive lock for writing to a ``logdir`` in a store, as an object that its holder writes again and again.
 
     A new lock is written on the condition that there is none (S3: ``If-None-Match``; GCS: a generation of 0). A run
@@ -70,13 +71,6 @@ class StoreLock:
         self._ended = threading.Event()
         self._process: int | None = None
         self._writing = threading.Lock()  # so that the lock is not written again while it is released
-
-    def __enter__(self) -> StoreLock:
-        self.acquire()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.release()
 
     def acquire(self) -> None:
         """Acquire the lock, waiting only to see whether its holder lives. Not reentrant.
@@ -171,6 +165,6 @@ class StoreLock:
                     stores.write_bytes(self._path, self._text(beat))
 
 
-def lock_of(logdir: RunPath) -> LogdirLock | StoreLock:
+def lock_of(logdir: RunPath) -> HeldLock:
     """Return the lock of a local folder or of one in a store."""
     return LogdirLock(logdir) if isinstance(logdir, Path) else StoreLock(logdir)

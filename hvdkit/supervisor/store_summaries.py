@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 import threading
@@ -66,8 +67,9 @@ class StoreSummaries(Summaries):
         for name, size in stores.sizes(self._store).items():
             if size is not None and name.startswith("events."):
                 path = self._store / name
-                stores.request(path, "read", path.fs.get_file, path.path, str(self._copies / name))
-                self._sizes[name] = size
+                with contextlib.suppress(FileNotFoundError):  # it was removed, and is still listed
+                    stores.request(path, "read", path.fs.get_file, path.path, str(self._copies / name))
+                    self._sizes[name] = size
 
     def _publish_often(self) -> None:
         while not self._ended.wait(_PUBLISH_SECONDS):

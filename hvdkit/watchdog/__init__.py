@@ -20,6 +20,7 @@ coordinator ends the job and writes the last line. The modules, in reading order
     rank_gauge.py      the sentinel's measurements of its rank
     job_metrics.py     the metrics of a job, as Prometheus text
     metrics_server.py  serves them over HTTP
+    otel_export.py     exports them by OpenTelemetry's SDK
     activity.py        detects from outside whether a rank makes progress
     rank_process.py    the sentinel's view of its rank's process
     base.py            base class of all sentinels

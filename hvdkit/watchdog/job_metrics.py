@@ -40,6 +40,8 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "hvdkit_rank_wait_seconds": ("gauge", "Seconds per step that the rank waits for others in collectives"),
     "hvdkit_rank_exchange_seconds": ("gauge", "Seconds per step in which collectives run, waits included"),
     "hvdkit_rank_exchange_bytes": ("gauge", "Bytes per step that the rank sends in collectives of its graph"),
+    "hvdkit_rank_exchange_bytes_total": ("counter", "Bytes that the rank has sent in collectives of its graph"),
+    "hvdkit_rank_exchange_seconds_total": ("counter", "Seconds in which collectives of its graph have run"),
     "hvdkit_rank_collectives_total": ("counter", "Collectives called from Python"),
     "hvdkit_rank_collective_bytes_total": ("counter", "Bytes that the rank has sent in these"),
     "hvdkit_rank_collective_seconds_total": ("counter", "Seconds that the rank has spent in these"),
@@ -48,7 +50,7 @@ METRICS: Mapping[str, tuple[str, str]] = {
 }
 """Type and help text of each metric."""
 
-_Value = tuple[str, str, float]  # of a metric: its name, its labels and its value
+_Value = tuple[str, dict[str, str], float]  # of a metric: its name, its labels and its value
 
 
 @dataclass
@@ -60,6 +62,8 @@ class _RankMetrics:
     status: Status = field(default_factory=Status)
     is_running: bool = True
     eager_seconds: float = 0.0  # per step, in collectives called from Python
+    graph_bytes: int = 0  # of all steps, in collectives of the graph
+    graph_seconds: float = 0.0
 
     @property
     def exchange(self) -> float | None:
@@ -70,11 +74,13 @@ class _RankMetrics:
         return (in_graph or 0.0) + self.eager_seconds
 
     def add(self, measured: Measured) -> None:
-        """Add a measurement."""
+        """Add a measurement. Steps since the last one count as the last step whose collectives were seen."""
         before = self.measured
         steps = (measured.step or 0) - (before.step or 0)
         if before.step is not None and steps > 0:
             self.eager_seconds = (measured.seconds - before.seconds) / steps
+            self.graph_bytes += steps * measured.step_bytes
+            self.graph_seconds += steps * (measured.step_seconds or 0.0)
         self.measured = measured
 
 
@@ -154,14 +160,17 @@ class JobMetrics:
 
     # ---- text -------------------------------------------------------------------------------------------------
 
-    def text(self) -> str:
-        """Return the metrics in Prometheus's text format, version 0.0.4."""
+    def values(self) -> list[_Value]:
+        """Return the name, the labels and the value of each metric that is known."""
         now = time.monotonic()
         with self._lock:
-            values = [*self._of_job(), *self._of_steps(now), *self._of_ranks()]
+            return [*self._of_job(), *self._of_steps(now), *self._of_ranks()]
+
+    def text(self) -> str:
+        """Return the metrics in Prometheus's text format, version 0.0.4."""
         lines: dict[str, list[str]] = {}
-        for name, labels, value in values:
-            lines.setdefault(name, []).append(f"{name}{labels} {_number(value)}\n")
+        for name, named, value in self.values():
+            lines.setdefault(name, []).append(f"{name}{labels(**named)} {_number(value)}\n")
         parts = []
         for name, (kind, meaning) in METRICS.items():
             if name in lines:
@@ -169,51 +178,53 @@ class JobMetrics:
         return "".join(parts)
 
     def _of_job(self) -> Iterable[_Value]:
-        yield "hvdkit_build_info", labels(version=__version__), 1
-        yield "hvdkit_ranks", "", self._size
-        yield "hvdkit_ranks_running", "", sum(one.is_running for one in self._ranks.values())
-        yield "hvdkit_attempt_start_timestamp_seconds", "", self._began_at
-        yield "hvdkit_restarts_total", "", max(0, self._attempts - 1)
-        yield "hvdkit_failures_total", "", self._failures
+        yield "hvdkit_build_info", {"version": __version__}, 1
+        yield "hvdkit_ranks", {}, self._size
+        yield "hvdkit_ranks_running", {}, sum(one.is_running for one in self._ranks.values())
+        yield "hvdkit_attempt_start_timestamp_seconds", {}, self._began_at
+        yield "hvdkit_restarts_total", {}, max(0, self._attempts - 1)
+        yield "hvdkit_failures_total", {}, self._failures
         if (failure := self._failure) is not None:
             rank = "" if failure.rank is None else str(failure.rank)
-            named = labels(rank=rank, host=failure.host, code=str(failure.code), cause=failure.summary)
+            named = {"rank": rank, "host": failure.host, "code": str(failure.code), "cause": failure.summary}
             yield "hvdkit_last_failure_info", named, 1
         if (saved := self._saved) is not None and saved.saved_step is not None:
-            yield "hvdkit_last_save_step", "", saved.saved_step
-            yield "hvdkit_last_save_timestamp_seconds", "", saved.saved_at
-            yield "hvdkit_last_save_duration_seconds", "", saved.save_seconds
+            yield "hvdkit_last_save_step", {}, saved.saved_step
+            yield "hvdkit_last_save_timestamp_seconds", {}, saved.saved_at
+            yield "hvdkit_last_save_duration_seconds", {}, saved.save_seconds
 
     def _of_steps(self, now: float) -> Iterable[_Value]:
         chief = self._ranks[0].measured if 0 in self._ranks else Measured()
         if chief.step is not None:
-            yield "hvdkit_step", "", chief.step
-        yield "hvdkit_steps_trained_total", "", self._steps
+            yield "hvdkit_step", {}, chief.step
+        yield "hvdkit_steps_trained_total", {}, self._steps
         if chief.examples is not None or self._examples:
-            yield "hvdkit_examples_trained_total", "", self._examples
+            yield "hvdkit_examples_trained_total", {}, self._examples
         if chief.loss is not None:
-            yield "hvdkit_loss", "", chief.loss
+            yield "hvdkit_loss", {}, chief.loss
         if self._step_seconds is not None:
             waited = now - self._stepped_at
             seconds = waited if waited > self._step_seconds + _LATE_SECONDS else self._step_seconds
-            yield "hvdkit_step_duration_seconds", "", seconds
+            yield "hvdkit_step_duration_seconds", {}, seconds
             if chief.examples is not None and seconds:
-                yield "hvdkit_examples_per_second", "", chief.examples / seconds
+                yield "hvdkit_examples_per_second", {}, chief.examples / seconds
 
     def _of_ranks(self) -> Iterable[_Value]:
         waits = self._waits()
         if waits:
             straggler = min(waits, key=lambda rank: waits[rank])
             is_waited_for = max(waits.values()) > _STRAGGLING * (self._step_seconds or 0.0) > 0
-            yield "hvdkit_straggler_rank", "", straggler if is_waited_for else -1
+            yield "hvdkit_straggler_rank", {}, straggler if is_waited_for else -1
         for rank, one in sorted(self._ranks.items()):
-            named = labels(rank=str(rank), host=one.joined.host)
+            named = {"rank": str(rank), "host": one.joined.host}
             measured = one.measured
             if rank in waits:
                 yield "hvdkit_rank_wait_seconds", named, waits[rank]
                 yield "hvdkit_rank_exchange_seconds", named, one.exchange or 0.0
             if measured.step_seconds is not None:
                 yield "hvdkit_rank_exchange_bytes", named, measured.step_bytes
+                yield "hvdkit_rank_exchange_bytes_total", named, one.graph_bytes
+                yield "hvdkit_rank_exchange_seconds_total", named, one.graph_seconds
             yield "hvdkit_rank_collectives_total", named, measured.collectives
             yield "hvdkit_rank_collective_bytes_total", named, measured.nbytes
             yield "hvdkit_rank_collective_seconds_total", named, measured.seconds
@@ -235,14 +246,14 @@ class JobMetrics:
 
 
 def labels(**values: str) -> str:
-    r"""Return labels in the text format.
+    r"""Return labels in the text format; "" for none.
 
     Example:
         >>> print(labels(rank="0", cause='the "x"\n'))
         {rank="0",cause="the \"x\"\n"}
     """
     pairs = ",".join(f'{name}="{_escaped(value)}"' for name, value in values.items())
-    return f"{{{pairs}}}"
+    return f"{{{pairs}}}" if pairs else ""
 
 
 def _escaped(value: str) -> str:

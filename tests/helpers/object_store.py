@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
+import email.utils
 import http.client
 import http.server
 import logging
 import os
+import re
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
 
+from helpers.delayed_listing import DelayedListings
 from hvdkit.checkpoint import stores
 
 BUCKET = "bucket"
 SECRET = "a-secret-key"
 Fault = Callable[["Request"], "int | str | None"]
+_MOST_SKEW = 900.0  # seconds; S3 refuses a request whose time differs by more
 
 
 @dataclass(frozen=True)
@@ -43,14 +50,26 @@ class Store:
 
     Attributes:
         port: of the proxy.
+        target: the port of the server itself.
+        listings: which it answers while listings lag behind.
         requests: all requests so far.
         fault: decides about each request: None to forward it, a status to answer, "cut" to close the connection after
             the half of the answer, or "refuse" to close it without one.
+        sent: bytes of objects that clients have received, by key.
+        skew: seconds by which the server's clock is ahead.
+        refuses_skew: whether it refuses requests of another time, as S3 does.
+        listing_delay: seconds until a listing shows that an object was written or removed.
     """
 
-    port: int = 0
+    port: int
+    target: int
+    listings: DelayedListings
     requests: list[Request] = field(default_factory=list)
     fault: Fault = lambda request: None
+    sent: Counter[str] = field(default_factory=Counter)
+    skew: float = 0.0
+    refuses_skew: bool = True
+    listing_delay: float = 0.0
 
     @property
     def environment(self) -> dict[str, str]:
@@ -61,6 +80,21 @@ class Store:
             "AWS_SECRET_ACCESS_KEY": SECRET,
             "AWS_DEFAULT_REGION": "us-east-1",
         }
+
+    def clear(self) -> None:
+        """Empty the bucket, forget the requests so far, and end all faults."""
+        for method, path in (("POST", "/moto-api/reset"), ("PUT", f"/{BUCKET}")):
+            connection = http.client.HTTPConnection("127.0.0.1", self.target)
+            connection.request(method, path)
+            assert connection.getresponse().status == 200
+            connection.close()
+        self.listings = DelayedListings(self.target)
+        self.requests.clear()
+        self.sent.clear()
+        self.fault = lambda request: None
+        self.skew = 0.0
+        self.refuses_skew = True
+        self.listing_delay = 0.0
 
     def names(self, folder: str) -> list[str]:
         """Return the keys below a folder of the bucket, without it."""
@@ -79,14 +113,14 @@ def served() -> Iterator[Store]:
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     logging.getLogger("werkzeug").setLevel(logging.WARNING)  # it logs every request
-    store = Store()
-    proxy = _proxy(store, server.get_host_and_port()[1])
+    target = server.get_host_and_port()[1]
+    store = Store(0, target, DelayedListings(target))
+    proxy = _proxy(store)
     before = dict(os.environ)
     os.environ.update(store.environment)
     s3fs.S3FileSystem.clear_instance_cache()  # clients of another server
     try:
-        s3fs.S3FileSystem(skip_instance_cache=True).mkdir(BUCKET)
-        store.requests.clear()
+        store.clear()
         yield store
     finally:
         os.environ.clear()
@@ -113,7 +147,7 @@ class _Server(http.server.ThreadingHTTPServer):
         """Print nothing: clients are killed on purpose."""
 
 
-def _proxy(store: Store, target: int) -> http.server.ThreadingHTTPServer:
+def _proxy(store: Store) -> http.server.ThreadingHTTPServer:
     lock = threading.Lock()
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -126,22 +160,41 @@ def _proxy(store: Store, target: int) -> http.server.ThreadingHTTPServer:
                 request = Request(len(store.requests), self.command, key, self.headers.get("Range") or "")
                 store.requests.append(request)
             fault = store.fault(request)
+            if fault is None and store.refuses_skew and _skew(self.headers.get("X-Amz-Date"), store.skew) > _MOST_SKEW:
+                fault = "skew"
             if fault == "refuse":
                 self.close_connection = True
                 return
-            if isinstance(fault, int):
-                self.reply(fault, [("Content-Type", "application/xml")], _error(fault))
+            if fault == "skew":
+                self.reply(403, _XML, _error("RequestTimeTooSkewed"))
                 return
-            connection = http.client.HTTPConnection("127.0.0.1", target)
+            if isinstance(fault, int):
+                self.reply(fault, _XML, _error(_CODES[fault]))
+                return
+            if store.listing_delay and "list-type=2" in self.path:
+                self.reply(200, _XML, store.listings.answer(self.path, store.listing_delay))
+                return
+            if store.listing_delay and self.command in ("PUT", "POST", "DELETE"):
+                store.listings.note_change(self.path)
+            connection = http.client.HTTPConnection("127.0.0.1", store.target)
             connection.request(self.command, self.path, body, dict(self.headers))
             response = connection.getresponse()
-            self.reply(response.status, response.getheaders(), response.read(), cut=fault == "cut")
+            data = response.read()
+            if self.command == "GET" and "list-type=2" not in self.path:
+                with lock:
+                    store.sent[key.partition("?")[0]] += len(data)
+            self.reply(response.status, response.getheaders(), _later(data, store.skew), cut=fault == "cut")
             connection.close()
 
         def reply(self, status: int, headers: list[tuple[str, str]], data: bytes, *, cut: bool = False) -> None:
-            self.send_response(status)
+            self.send_response_only(status)
+            self.send_header("Date", email.utils.formatdate(time.time() + store.skew, usegmt=True))
             hidden = ("connection", "transfer-encoding", "date", "server")
             for name, value in headers:
+                if name.lower() == "last-modified":
+                    then = email.utils.parsedate_to_datetime(value).timestamp() + store.skew
+                    self.send_header(name, email.utils.formatdate(then, usegmt=True))
+                    continue
                 if name.lower() not in hidden and not (name.lower() == "content-length" and self.command != "HEAD"):
                     self.send_header(name, value)
             if self.command != "HEAD":
@@ -163,6 +216,28 @@ def _proxy(store: Store, target: int) -> http.server.ThreadingHTTPServer:
     return proxy
 
 
-def _error(status: int) -> bytes:
-    codes = {403: "AccessDenied", 404: "NoSuchKey", 429: "SlowDown", 500: "InternalError", 503: "SlowDown"}
-    return f"<Error><Code>{codes[status]}</Code><Message>told so by a test</Message></Error>".encode()
+_XML = [("Content-Type", "application/xml")]
+_CODES = {403: "AccessDenied", 404: "NoSuchKey", 429: "SlowDown", 500: "InternalError", 503: "SlowDown"}
+_LISTED_TIME = re.compile(rb"(?<=<LastModified>)[^<]+")
+
+
+def _error(code: str) -> bytes:
+    return f"<Error><Code>{code}</Code><Message>told so by a test</Message></Error>".encode()
+
+
+def _skew(requested: str | None, skew: float) -> float:
+    """Return the seconds between the time of a request and the server's."""
+    if requested is None:
+        return 0.0
+    then = datetime.datetime.strptime(requested, "%Y%m%dT%H%M%SZ").replace(tzinfo=datetime.timezone.utc)
+    return abs(then.timestamp() - time.time() - skew)
+
+
+def _later(data: bytes, skew: float) -> bytes:
+    """Return an answer whose times are those of the server's clock."""
+
+    def shifted(match: re.Match[bytes]) -> bytes:
+        then = datetime.datetime.fromisoformat(match[0].decode().replace("Z", "+00:00"))
+        return (then + datetime.timedelta(seconds=skew)).isoformat().encode()
+
+    return _LISTED_TIME.sub(shifted, data) if skew else data

@@ -108,4 +108,38 @@ def test_a_kill_at_any_request_leaves_a_good_checkpoint():
                 break
         assert at > 5
         assert newest.name == "step-000000002"
-        assert len(store.names("run")) == 4
+        assert len(store.names("run")) == 5  # two files of each, and .recent
+
+
+TABLE = """
+import os
+import numpy as np
+import hvdkit as hk
+
+hk.init()
+rows, wide = 60_000, 64  # 15 MB, 5 MB for each of 3 ranks
+path = f"s3://BUCKET/{os.environ['PARTITION']}/step-000000001"
+table = hk.PartitionedVariable((rows, wide), name="table", initializer="zeros", partition=os.environ["PARTITION"])
+expected = np.array(table.local_rows, "float32")
+if "SAVES" in os.environ:
+    table.assign_local(np.repeat(expected[:, None], wide, axis=1))
+    hk.checkpoint.save(path, {"table": table, "small": np.ones(3)})
+else:
+    hk.checkpoint.restore(path, {"table": table, "small": np.zeros(3)})
+    np.testing.assert_array_equal(table.local.numpy()[:, 5], expected)
+""".replace("BUCKET", BUCKET)
+
+
+@pytest.mark.parametrize(("partition", "share"), [("div", 1.0), ("mod", 2.0)])
+def test_ranks_read_the_ranges_that_they_need(partition, share):
+    """Each of two ranks needs half of a table; the checksums of interleaved rows cover the other half, too."""
+    with served() as store:
+        for ranks, extra in ((3, {"SAVES": "1"}), (2, {})):
+            store.sent.clear()
+            job = run(TABLE, MPI, ranks, PARTITION=partition, **extra, **store.environment)
+            assert job.code == 0, job.output
+        received = {key: count for key, count in store.sent.items() if "shard" in key}
+    table_bytes = 60_000 * 64 * 4
+    blocks_and_headers = 3 * 2 * 2**17 + 2 * 2**20  # of each file on each rank; a block that both ranks need
+    assert len(received) == 3
+    assert share * table_bytes <= sum(received.values()) <= share * table_bytes + blocks_and_headers

@@ -66,7 +66,21 @@ def run(folder, python, *words, **variables):
     for name, text in programs().items():
         (folder / name).write_text(text)
     command = [python, "-m", "hvdkit", "run", "-np", "2", "--", python, *words]
-    return call(command, cwd=folder, env=environment(PYTHONPATH=str(ROOT), **variables))
+    return call(command, cwd=folder, env=environment(**{"PYTHONPATH": str(ROOT), **variables}))
+
+
+@pytest.mark.nightly
+@with_packages
+def test_a_tracker_costs_no_exchange(tmp_path):
+    """All loggers but those of batches: the collectives of three epochs of six steps; Python calls of a step."""
+    (tmp_path / "cost.py").write_text(COST)
+    path = f"{ROOT}:{ROOT / 'tests'}"
+    trained(tmp_path, "cost.py", WANDB_MODE="offline", WANDB_SILENT="true", PYTHONPATH=path)
+    found = json.loads((tmp_path / "cost.json").read_text())
+    print(json.dumps(found))
+    collectives = {name: count + eager for name, (count, eager, _) in found.items()}
+    own = collectives["none"]
+    assert {name for name, count in collectives.items() if count != own} == {"W&B, each batch"}, collectives
 
 
 def test_the_page_has_short_programs():
@@ -102,6 +116,79 @@ def test_a_callback_of_the_chief_that_raises_ends_the_job(hook, kind, caught, tm
     job = run(tmp_path, sys.executable, "bad.py", hook, "raise", kind, caught)
     assert job.returncode, job.stdout
     assert re.search(r"hvdkit run: rank 0 on .* failed.*: OSError: no server", job.stdout + job.stderr)
+
+
+COST = """
+import json
+from pathlib import Path
+
+import job
+import keras
+import mlflow
+import optuna
+import wandb
+from helpers.counting import PythonCalls, counting
+from optuna_integration import TFKerasPruningCallback
+from wandb.integration.keras import WandbMetricsLogger
+
+import hvdkit as hk
+
+
+class Profile(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.calls = PythonCalls()
+        self.epoch = 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.epoch == 1 and batch == 1:
+            self.calls.start()
+        elif self.epoch == 1 and batch == 5:
+            self.calls.stop()
+
+
+def wandb_logger(**options):
+    wandb.init(project="cost")
+    return WandbMetricsLogger(**options)
+
+
+def mlflow_logger():
+    mlflow.set_tracking_uri("sqlite:///cost.db")
+    mlflow.start_run()
+    return mlflow.keras.MlflowCallback()
+
+
+def pruning():
+    study = optuna.create_study(storage="sqlite:///study.db", pruner=optuna.pruners.NopPruner())
+    return TFKerasPruningCallback(study.ask(), "val_loss")
+
+
+class Nothing(keras.callbacks.Callback):
+    pass
+
+
+trackers = {
+    "none": lambda: Nothing(),
+    "W&B": wandb_logger,
+    "W&B, each batch": lambda: wandb_logger(log_freq="batch"),
+    "MLflow": mlflow_logger,
+    "TensorBoard": lambda: keras.callbacks.TensorBoard("tensorboard"),
+    "Optuna": pruning,
+}
+found = {}
+for name, tracker in trackers.items():
+    model = job.build()
+    profile = Profile()
+    with counting() as counts:
+        job.fit(model, [profile, hk.callbacks.on_chief(tracker)])
+        exchanges = sum(each.runs for each in counts.exchanges())
+        found[name] = [exchanges, counts.eager(), profile.calls.total() / 4]
+if hk.is_chief():
+    Path("cost.json").write_text(json.dumps(found))
+"""
 
 
 # ---- with the packages -----------------------------------------------------------------------------------------------

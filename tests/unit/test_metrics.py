@@ -154,6 +154,18 @@ def test_the_rank_that_others_wait_for_is_the_straggler():
     assert "hvdkit_straggler_rank" not in values(metrics) and values(metrics)["hvdkit_ranks_running"] == 2
 
 
+def test_collectives_of_graphs_are_counted_by_steps():
+    """A collective inside a graph costs nothing per step: the last step that was seen stands for those before it."""
+    metrics = job(1)
+    metrics.add(0, Measured(step=5, step_seconds=0.5, step_bytes=100), 1.0)
+    metrics.add(0, Measured(step=25, step_seconds=0.25, step_bytes=100), 2.0)
+    metrics.add(0, Measured(step=25, step_seconds=0.25, step_bytes=100), 3.0)
+    metrics.add(0, Measured(step=35, step_seconds=0.5, step_bytes=60), 4.0)
+    found = samples(metrics.text())
+    assert found["hvdkit_rank_exchange_bytes_total"]["0", "host-0"] == 20 * 100 + 10 * 60
+    assert found["hvdkit_rank_exchange_seconds_total"]["0", "host-0"] == 20 * 0.25 + 10 * 0.5
+
+
 def test_a_failure_has_its_rank_and_cause():
     metrics = job()
     assert values(metrics)["hvdkit_failures_total"] == 0

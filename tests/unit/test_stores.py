@@ -7,6 +7,7 @@ import json
 import threading
 import time
 import weakref
+from collections import Counter
 
 import keras
 import numpy as np
@@ -16,7 +17,9 @@ from tensorboard.backend.event_processing.event_file_loader import LegacyEventFi
 from upath import UPath
 
 import hvdkit as hk
+from hvdkit.checkpoint import stores
 from hvdkit.checkpoint.entries import StateTensor
+from hvdkit.checkpoint.folder import list_checkpoints
 from hvdkit.checkpoint.stores import open_store
 from hvdkit.checkpoint.writing import Save, Snapshot
 from hvdkit.commands.cli import main
@@ -36,13 +39,8 @@ def server():
 
 @pytest.fixture
 def store(server):
-    import s3fs
-
     hk.init()
-    server.fault = lambda request: None
-    s3fs.S3FileSystem(skip_instance_cache=True).rm(BUCKET, recursive=True)
-    s3fs.S3FileSystem(skip_instance_cache=True).mkdir(BUCKET)
-    server.requests.clear()
+    server.clear()
     return server
 
 
@@ -101,7 +99,25 @@ def test_the_manifest_is_written_last_and_removed_first(store):
             supervisor.step()
     removed = [r.key for r in store.requests if r.method == "DELETE" and "/step-000000001" in r.key]
     assert removed[0] == "run/checkpoints/step-000000001/manifest.json"
-    assert {name.split("/")[0] for name in store.names("run/checkpoints")} == {"step-000000003", "step-000000004"}
+    names = {name.split("/")[0] for name in store.names("run/checkpoints")}
+    assert names == {".recent", "step-000000003", "step-000000004"}
+
+
+@pytest.mark.core
+def test_a_save_makes_as_many_requests_however_many_checkpoints_are_kept(store):
+    counts = {}
+    for kept in (2, 9):
+        logdir = f"s3://{BUCKET}/keeps-{kept}"
+        with hk.Supervisor(logdir, state={"a": np.ones(3)}, save_model_secs=None, max_to_keep=kept) as session:
+            for _ in range(kept + 3):
+                session.step(loss=0.5)
+                session.save()
+                requests = [r for r in store.requests if ".lock" not in r.key]
+                store.requests.clear()
+        counts[kept] = Counter(request.method for request in requests)
+        assert len(list_checkpoints(open_store(f"{logdir}/checkpoints", "folder"))) == kept
+    assert counts[2] == counts[9]
+    assert sum(counts[9].values()) <= 22
 
 
 @pytest.mark.parametrize("replaces", [False, True])
@@ -157,9 +173,32 @@ def test_training_goes_on_while_the_store_is_down(store):
     assert hk.checkpoint.latest(RUN).name == f"step-{steps_while_down:09}"
 
 
+def test_the_training_thread_makes_no_request_for_a_save(store, monkeypatch):
+    """So the blocking part of a save to a store is that of one to a folder: the snapshot."""
+    threads = []
+    request = stores.request
+
+    def noted(*arguments, **options):
+        threads.append(threading.current_thread().name)
+        return request(*arguments, **options)
+
+    monkeypatch.setattr(stores, "request", noted)
+    with hk.Supervisor(RUN, state={"a": np.ones(9)}, save_model_secs=None, summary_steps=1) as supervisor:
+        supervisor.step(loss=0.5)
+        threads.clear()
+        supervisor.save(wait=False)
+        for _ in range(20):
+            supervisor.step(loss=0.5)
+        seen = list(threads)
+        supervisor._saver.wait()
+        seen += [name for name in threads if name == "hvdkit-save"]
+    assert set(seen) <= {"hvdkit-save", "hvdkit-lock", "hvdkit-summaries"}
+    assert "hvdkit-save" in seen
+
+
 def test_an_outage_at_any_request_of_a_save_costs_no_checkpoint(store, monkeypatch):
     make_impatient(monkeypatch)
-    with hk.Supervisor(RUN, state={"a": 1}, save_model_secs=None, summary_steps=1) as supervisor:
+    with hk.Supervisor(RUN, state={"a": 1}, save_model_secs=None, max_to_keep=1, summary_steps=1) as supervisor:
         for at in range(0, 16, 3):
             store.requests.clear()
             ends: list[float] = []

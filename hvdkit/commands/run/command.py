@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from hvdkit.commands.run.output import OutputWriter
 from hvdkit.commands.run.preflight import raise_problems
 from hvdkit.watchdog.job_metrics import JobMetrics
 from hvdkit.watchdog.metrics_server import MetricsServer, url_of
+from hvdkit.watchdog.otel_export import exports_metrics, start_export
 from hvdkit.watchdog.verdict import Verdict
 
 # Arguments that engines interpret themselves: the separator of programs, and the end of options.
@@ -51,7 +53,7 @@ def start(job: Job, program: Sequence[str]) -> Verdict:
     """Start ``program`` on all ranks and wait for its end; return the verdict on the last attempt.
 
     Raises:
-        ValueError: the folder for logs cannot be written, or metrics cannot be served.
+        ValueError: the folder for logs cannot be written, or metrics cannot be served or exported.
         ClusterError: a host fails the check, or a disk is full; nothing has been started.
     """
     config = job.config
@@ -60,17 +62,19 @@ def start(job: Job, program: Sequence[str]) -> Verdict:
         with output_errors("--logs", config.logs, "folder"):
             config.logs.mkdir(parents=True, exist_ok=True)
     output = OutputWriter({1: sys.stdout.buffer, 2: sys.stderr.buffer}, config.logs, config.output)
-    if (address := config.metrics_address) is None:
-        return restarts.run(job, program, output)
-    listener = address.listen()
-    output.line(f"hvdkit run: metrics: {url_of(listener)}")
-    metrics = JobMetrics()
-    server = MetricsServer(listener, metrics.text)
-    server.start()
-    try:
-        return restarts.run(replace(job, metrics=metrics), program, output)
-    finally:
-        server.close()
+    with contextlib.ExitStack() as at_end:
+        metrics = JobMetrics()
+        is_exported = exports_metrics()
+        if is_exported:
+            at_end.callback(start_export(metrics))
+        if (address := config.metrics_address) is not None:
+            listener = address.listen()
+            output.line(f"hvdkit run: metrics: {url_of(listener)}")
+            server = MetricsServer(listener, metrics.text)
+            server.start()
+            at_end.callback(server.close)
+        is_read = is_exported or address is not None
+        return restarts.run(replace(job, metrics=metrics) if is_read else job, program, output)
 
 
 def plain(program: Sequence[str]) -> list[str]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hvdkit.cluster.retries import Retries
 from hvdkit.data.files.program_end import pause, require_running
 from hvdkit.errors import DataError, describe
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _ATTEMPTS = 6
 _TIMEOUT = 60.0
+_FIRST_WAIT = 0.1
+_FINAL = (DataError, FileNotFoundError, InterruptedError, PermissionError, ValueError, TypeError)
 _CHECK_SECONDS = 0.5  # between two checks whether the program ends
 LONGEST_WAIT = 20
 """Maximum pause between two attempts to reach a server, in seconds."""
@@ -68,24 +71,18 @@ def retrying(
     """
     if is_local(filesystem):
         return function(*arguments, **options)
-    import tenacity
-
     seconds = number_setting("HVDKIT_DATA_TIMEOUT_SECONDS", _TIMEOUT) * patience
     if filesystem.async_impl:
         options["timeout"] = seconds
-    attempts = tenacity.Retrying(
-        stop=tenacity.stop_after_attempt(_ATTEMPTS) | tenacity.stop_after_delay(2 * seconds),
-        wait=tenacity.wait_random_exponential(0.1, LONGEST_WAIT),
-        sleep=pause,
-        retry=tenacity.retry_if_not_exception_type(
-            (DataError, FileNotFoundError, InterruptedError, PermissionError, ValueError, TypeError)
-        ),
-        reraise=True,
-    )
+    retries = Retries(_may_pass, 2 * seconds, _FIRST_WAIT, LONGEST_WAIT, attempts=_ATTEMPTS, sleep=pause)
     try:
-        return attempts(_answer, function, *arguments, **options)
+        return retries.call(_answer, function, *arguments, **options)
     except TimeoutError as error:
         raise TimeoutError(f"no whole answer within {seconds:g} s (HVDKIT_DATA_TIMEOUT_SECONDS)") from error
+
+
+def _may_pass(error: BaseException) -> bool:
+    return isinstance(error, Exception) and not isinstance(error, _FINAL)
 
 
 def _answer(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
