@@ -111,7 +111,7 @@ class CompiledStep:
         self._shapes: dict[Hashable, list[tf.TensorShape]] = {}  # that cover all arguments so far
         self._levels: set[int] | None = None  # of programs for the shapes of a graph; None before ranks have agreed
         self._shared: dict[str, Program] = {}  # programs that serve the graphs of all shapes, by structure
-        self._has_reported = False
+        self._refused: list[str] | None = None  # of the first graph
         self.signatures = 0
         self.compilations = 0
         self.seconds = 0.0
@@ -289,11 +289,12 @@ class CompiledStep:
 
     def _report(self, graph: _Graph) -> None:
         """Log what is compiled, and what is not: on the chief for the first graph, later what this rank refuses."""
-        if self._has_reported:
-            if graph.refused:
-                get_logger().info("%s: not compiled for other shapes: %s", self._label, _shown(graph.refused))
+        if self._refused is not None:
+            new = [reason for reason in graph.refused if reason not in self._refused]
+            if new and graph.has_fixed_shapes:  # perhaps on this rank only
+                get_logger().warning("%s: not compiled for other shapes: %s", self._label, _shown(new))
             return
-        self._has_reported = True
+        self._refused = list(graph.refused)
         if not cluster.is_chief():
             return
         number = len(graph.programs)
@@ -348,6 +349,11 @@ class _Graph:
     def outside(self) -> list[str]:
         """Return the operations that are not compiled, with the reasons."""
         return [] if self._compiled is None else self._compiled.stages.outside
+
+    @property
+    def has_fixed_shapes(self) -> bool:
+        """Return True if the graph is for one combination of shapes."""
+        return all(spec.shape.is_fully_defined() for spec in self._specs)
 
     @property
     def has_exchange(self) -> bool:
