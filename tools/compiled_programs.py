@@ -2,7 +2,8 @@
 
 Run the nightly tests first, which add a line to a file for each program:
 
-COMPILED_PROGRAMS=/tmp/programs.jsonl mpirun -np 2 python -m pytest tests/parallel/test_programs.py --tier all -k xla
+export COMPILED_PROGRAMS=/tmp/programs.jsonl
+mpirun -np 2 python -m pytest tests/parallel/test_programs.py --tier nightly -k xla_equals
 python tools/compiled_programs.py /tmp/programs.jsonl
 """
 
