@@ -14,10 +14,13 @@ import hvdkit as hk
 import keras
 import numpy as np
 from fit import Clock, Clocked, clicks, images, turns
-from timing import leave, parser
+from timing import leave, meet, parser
+
+from hvdkit.keras import measured_function
 
 layers = keras.layers
-BATCH = {"lstm": 32, "transformer": 16, "mlp": 64, "convolutions": 64, "clicks": 500}  # examples per rank
+# Examples per rank.
+BATCH = {"lstm": 32, "transformer": 16, "mlp": 64, "convolutions": 64, "resnet50": 8, "clicks": 500}
 
 
 def main() -> None:
@@ -25,19 +28,46 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--model", choices=BATCH, default="lstm")
     options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--alone", action="store_true", help="Keras's fit, without other ranks")
+    options.add_argument("--only", default="", help="run this variant only")
+    options.add_argument("--auto", action="store_true", help="train until HVDKIT_JIT_COMPILE=auto has chosen")
     args = options.parse_args()
     hk.init()
     batch = BATCH[args.model] * hk.size()
-    work = {"lstm": lstm, "transformer": transformer, "mlp": mlp, "convolutions": images, "clicks": clicks}[args.model]
-    variants = {"off": by_hk_fit(work, batch, args.steps, False), "on": by_hk_fit(work, batch, args.steps, True)}
-    if hk.size() == 1 and args.model != "clicks":
-        variants |= {"keras": by_fit(work, batch, args.steps, False), "xla": by_fit(work, batch, args.steps, True)}
-    rounds = [turns(variants, number, args.steps) for number in range(-1, args.rounds)]
+    work = {
+        "lstm": lstm,
+        "transformer": transformer,
+        "mlp": mlp,
+        "convolutions": images,
+        "resnet50": resnet50,
+        "clicks": clicks,
+    }[args.model]
+    if args.auto:
+        choose(work, batch, args.steps)
+        return
+    if args.alone:
+        made = {"keras": by_fit(work, batch, args.steps, False), "xla": by_fit(work, batch, args.steps, True)}
+    else:
+        made = {"off": by_hk_fit(work, batch, args.steps, False), "on": by_hk_fit(work, batch, args.steps, True)}
+    variants = {name: run for name, run in made.items() if args.only in ("", name)}
+    number = args.number if args.alone else hk.rank()
+    rounds = []
+    for index in range(-1, args.rounds):
+        meet(args.folder, number, args.processes, f"round{index}")
+        rounds.append(turns(variants, index, args.steps))
     figures = {
         f"{variant} {key} {r}": n for r, each in enumerate(rounds[1:]) for variant, f in each.items() for key, n in f
     }
-    leave(args.folder, hk.rank(), figures)
+    leave(args.folder, number, figures)
     hk.barrier()
+
+
+def choose(work, batch: int, steps: int) -> None:
+    """Train for as many steps as HVDKIT_JIT_COMPILE=auto needs, which then logs its choice."""
+    measured_function.AFTER_SECONDS = 0.0
+    model, loss, (x, y) = work(batch * steps)
+    model.compile(keras.optimizers.Adam(1e-3), loss(from_logits=True))
+    hk.fit(model, x, y, batch_size=batch, epochs=-(-120 // steps), verbose=0)
 
 
 def classifier(model: keras.Model, examples: int, shape: tuple[int, ...]):
@@ -71,6 +101,13 @@ def mlp(examples: int):
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((64,)), *[layers.Dense(512, "relu") for _ in range(4)], layers.Dense(10)])
     return classifier(model, examples, (64,))
+
+
+def resnet50(examples: int):
+    """Return ResNet-50 for images of 32 x 32."""
+    keras.utils.set_random_seed(0)
+    model = keras.applications.ResNet50(weights=None, input_shape=(32, 32, 3), classes=10, classifier_activation=None)
+    return classifier(model, examples, (32, 32, 3))
 
 
 def by_hk_fit(work, batch: int, steps: int, jit_compile: bool) -> Callable[[], Clocked]:

@@ -102,9 +102,9 @@ def refuse_xla() -> None:
                 "jit_compile",
                 "a step compiled by XLA",
                 "jit_compile=False: Horovod has no XLA kernels",
-                "train with hk.fit or wrap the step with hk.compiled, which compile what is around exchanges; or pass "
-                "jit_compile=False to model.compile or tf.function (Keras's default 'auto' is True on GPUs); "
-                + see("gradients#xla"),
+                "train with hk.fit, pass a callback of hvdkit to fit, or wrap the step with hk.compiled, which compile "
+                "what is around exchanges; or pass jit_compile=False to model.compile or tf.function (Keras's default "
+                "'auto' is True on GPUs); " + see("gradients#xla"),
             )
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import keras
@@ -19,17 +19,15 @@ from hvdkit import cluster
 from hvdkit.cluster.agreement import gather
 from hvdkit.cluster.logs import get_logger
 from hvdkit.collectives.conversion import graph_safe
-from hvdkit.compiling.operations import is_collective
-from hvdkit.compiling.programs import CompiledGraph, first_line
+from hvdkit.compiling.programs import CompiledGraph, Program, first_line, structures_of
 from hvdkit.compiling.settings import mode
+from hvdkit.compiling.uncompiled_step import compare_modes, create_now, has_exchange, kind_of_agreement, uncompiled
 from hvdkit.errors import describe
-from hvdkit.internals import ResourceVariable
 
 Step = TypeVar("Step", bound=Callable[..., Any])
 MOST_SIGNATURES = 8
 _COMPOSITES = (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices, tf.experimental.ExtensionType)
 _MOST_SHOWN = 4
-_OF_VARIABLES = ("trainable", "name", "dtype", "constraint", "synchronization", "aggregation", "shape")
 
 
 def compiled(step: Step) -> Step:
@@ -42,7 +40,9 @@ def compiled(step: Step) -> Step:
     The chief logs what was compiled, and what was not with the reason.
 
     XLA compiles for fixed shapes, so the step is compiled for each of the first 8 combinations of its arguments'
-    shapes. For more, only what does not depend on them is compiled.
+    shapes. For more, only what does not depend on them is compiled. The update is compiled once, for all of them: if it
+    depends on the number of rows, it runs uncompiled, on all ranks. The chief logs the number of compiled programs, and
+    the seconds.
 
     Args:
         step: a function of tensors, arrays and Python values, or a ``tf.function``. Like a ``tf.function``, it is
@@ -54,6 +54,7 @@ def compiled(step: Step) -> Step:
 
     Raises:
         TypeError: ``step`` is not callable.
+        CollectiveMismatchError: at the first call, only some ranks have HVDKIT_JIT_COMPILE=off.
         Exception: at the first call, what ``step`` raises while it is traced.
 
     Examples:
@@ -76,7 +77,7 @@ def compiled(step: Step) -> Step:
     if not callable(step):
         got = type(step).__name__
         raise TypeError(describe("step", got, "a function", "write @hk.compiled above the step, or hk.compiled(step)"))
-    run: Callable[..., Any] = tf.function(step) if mode() == "off" else CompiledStep(step)
+    run: Callable[..., Any] = uncompiled(step) if mode() == "off" else CompiledStep(step)
 
     @functools.wraps(step)
     @graph_safe
@@ -96,7 +97,7 @@ class CompiledStep:
 
     Attributes:
         signatures: number of combinations of shapes for which the step was compiled.
-        programs: number of programs in these.
+        compilations: number of programs that XLA has compiled for these.
         seconds: spent on tracing and compiling, the first run of each graph included.
     """
 
@@ -106,10 +107,13 @@ class CompiledStep:
         self._name = getattr(self._step, "__name__", "step")
         self._label = label or f"hk.compiled: {self._name}"
         self._graphs: dict[Hashable, _Graph] = {}
-        self._relaxed: dict[Hashable, _Graph] = {}
-        self._levels: set[int] | None = None  # those that all ranks compile; None before the first call
+        self._relaxed: dict[Hashable, _Graph | None] = {}  # None: it needs fixed shapes
+        self._shapes: dict[Hashable, list[tf.TensorShape]] = {}  # that cover all arguments so far
+        self._levels: set[int] | None = None  # of programs for the shapes of a graph; None before ranks have agreed
+        self._shared: dict[str, Program] = {}  # programs that serve the graphs of all shapes, by structure
+        self._refused: list[str] | None = None  # of the first graph
         self.signatures = 0
-        self.programs = 0
+        self.compilations = 0
         self.seconds = 0.0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -125,34 +129,63 @@ class CompiledStep:
     def _first_call(self, key: Hashable, args: Any, kwargs: Any, tensors: list[tf.Tensor]) -> Any:
         """Run the step with a new signature."""
         began = time.monotonic()
+        before = self.compilations
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
+        self._note_shapes(args, kwargs, specs)
         if self.signatures < MOST_SIGNATURES:
-            graph = self._trace(args, kwargs, specs)
+            graph = self._graph(args, kwargs, specs)
             self._graphs[key] = graph
             self.signatures += 1
         else:
-            graph = self._relaxed_graph(args, kwargs, specs)
+            graph = self._relaxed_graph(key, args, kwargs, specs)
         result = graph(tensors)
         self.seconds += time.monotonic() - began
+        if self.compilations > before and cluster.is_chief():
+            get_logger().info(
+                "%s: compiled %d program%s for %d combination%s of shapes, in %.1f s with tracing",
+                self._label,
+                self.compilations,
+                "s" * (self.compilations != 1),
+                self.signatures,
+                "s" * (self.signatures != 1),
+                self.seconds,
+            )
         return result
 
-    def _relaxed_graph(self, args: Any, kwargs: Any, specs: list[tf.TensorSpec]) -> _Graph:
-        """Return a graph for arguments of many shapes."""
-        key = _signature((args, kwargs), shapes=False)
-        if key not in self._relaxed:
+    def _relaxed_graph(self, exact: Hashable, args: Any, kwargs: Any, specs: list[tf.TensorSpec]) -> _Graph:
+        """Return a graph for arguments of many shapes; for a step that needs fixed shapes, one for the given ones."""
+        shapes = self._shapes[_signature((args, kwargs), shapes=False)]
+        key = (_signature((args, kwargs), shapes=False), str(shapes))
+        if not self._relaxed:
             get_logger().info(
                 "%s: more than %d combinations of shapes: for others, what depends on them runs uncompiled",
                 self._label,
                 MOST_SIGNATURES,
             )
-            ranks = [spec.shape.rank for spec in specs]
-            shapes = [None if rank is None else [None] * rank for rank in ranks]
+        if key not in self._relaxed:
             relaxed = [tf.TensorSpec(shape, spec.dtype) for shape, spec in zip(shapes, specs, strict=True)]
-            self._relaxed[key] = self._trace(args, kwargs, relaxed)
-        return self._relaxed[key]
+            try:
+                self._relaxed[key] = self._graph(args, kwargs, relaxed)
+            except Exception as error:  # as in Python that computes with sizes
+                get_logger().debug("%s: %s", self._label, error)
+                self._relaxed[key] = None
+        graph = self._relaxed[key]
+        if graph is None or not self._shared.keys() <= {program.structure for program in graph.programs.values()}:
+            graph = self._graph(args, kwargs, specs, compiles_shapes=False)
+            self._graphs[exact] = graph
+        return graph
 
-    def _trace(self, args: Any, kwargs: Any, specs: Sequence[tf.TensorSpec]) -> _Graph:
-        """Trace the step; have XLA check its programs."""
+    def _note_shapes(self, args: Any, kwargs: Any, specs: list[tf.TensorSpec]) -> None:
+        """Note which dimensions of the arguments change."""
+        key = _signature((args, kwargs), shapes=False)
+        known = self._shapes.get(key) or [spec.shape for spec in specs]
+        self._shapes[key] = [
+            shape.most_specific_common_supertype([spec.shape]) or tf.TensorShape(None)
+            for shape, spec in zip(known, specs, strict=True)
+        ]
+
+    def _trace(self, args: Any, kwargs: Any, specs: Sequence[tf.TensorSpec]) -> Any:
+        """Trace the step."""
         step = self._step
         structure = _without_tensors((args, kwargs))
         leaves = tf.nest.flatten((args, kwargs), expand_composites=True)
@@ -164,47 +197,112 @@ class CompiledStep:
             for place, tensor in zip(places, tensors):  # noqa: B905  # AutoGraph does not know strict
                 given[place] = tensor
             positional, named = tf.nest.pack_sequence_as(structure, given, expand_composites=True)
-            with tf.variable_creator_scope(_create_now):
+            with tf.variable_creator_scope(create_now):
                 return step(*positional, **named)
 
         flat.__name__ = self._name  # by which ranks match their exchanges
-        concrete = tf.function(flat, autograph=self._autograph).get_concrete_function(*specs)
+        return tf.function(flat, autograph=self._autograph).get_concrete_function(*specs)
+
+    def _graph(self, args: Any, kwargs: Any, specs: Sequence[tf.TensorSpec], *, compiles_shapes: bool = True) -> _Graph:
+        """Trace the step; have XLA check its programs.
+
+        Args:
+            args, kwargs: of the step.
+            specs: of its tensors.
+            compiles_shapes: whether to compile programs for these shapes only.
+        """
+        concrete = self._trace(args, kwargs, specs)
         with tf.init_scope():
-            graph = _Graph(concrete, specs)
-            self._agree(graph)
-        self.programs += len(graph.programs)
+            graph = _Graph(concrete, specs, self._shared)
+            before = {id(program.function) for program in self._shared.values()}
+            if graph.has_exchange and cluster.size() > 1:
+                if self._levels is None:
+                    self._agree(graph, lambda: self._structures_of_others(args, kwargs, specs))
+                graph.keep(self._levels_of(graph, compiles_shapes=compiles_shapes))
+            elif not compiles_shapes:
+                graph.keep(set())
+            self._report(graph)
+            self.compilations += sum(id(program.function) not in before for program in graph.programs.values())
         return graph
 
-    def _agree(self, graph: _Graph) -> None:
-        """Keep the programs that all ranks can compile. Later shapes, which may differ by rank, have the same ones."""
-        mine = graph.programs
-        if self._levels is None:
-            ranks = [mine]
-            if graph.has_exchange:
-                # Not the label, since Keras numbers the names of models per process.
-                ranks = gather(cluster.exchange(), f"programs of {self._name}", lambda: mine)
-            # What follows an exchange has to give equal results on all ranks: replicas would drift apart.
-            first = graph.first_exchange
-            self._levels = {
-                level
-                for level, digest in mine.items()
-                if all(level in each and (level < first or each[level] == digest) for each in ranks)
+    def _structures_of_others(self, args: Any, kwargs: Any, specs: Sequence[tf.TensorSpec]) -> set[str] | None:
+        """Return the structures of the step for another number of rows; None if it takes no other."""
+        rows = next((spec.shape[0] for spec in specs if spec.shape.rank), None)
+        if rows is None:
+            return None
+        others = [
+            tf.TensorSpec([rows + 1, *spec.shape[1:]], spec.dtype)
+            if spec.shape.rank and spec.shape[0] == rows
+            else spec
+            for spec in specs
+        ]
+        try:
+            return structures_of(self._trace(args, kwargs, others))
+        except Exception as error:
+            get_logger().debug("%s: %s", self._label, error)
+            return None
+
+    def _agree(self, graph: _Graph, others: Callable[[], set[str] | None]) -> None:
+        """Choose on all ranks the programs of the step.
+
+        What follows an exchange has to give equal results on all ranks: replicas would drift apart. That has to hold
+        for all graphs to come, whose shapes may differ by rank. So a program after an exchange serves all shapes. If it
+        depends on the shapes, it is compiled only before another exchange, e.g. the pass of a model that exchanges
+        the statistics of a batch, if it is the same on all ranks for the first shapes.
+
+        Args:
+            graph: of the first shapes.
+            others: returns the structures of the graph of other shapes, or None if there are none.
+        """
+        first, last = graph.levels_of_exchanges
+
+        def value() -> tuple[str, dict[int, tuple[str, bool]]]:
+            structures = others() if any(level > first for level in graph.programs) else None
+            serves_all = {
+                level: level > first and (structures is None or program.structure in structures)
+                for level, program in graph.programs.items()
             }
-            self._report(graph)
-        graph.keep(self._levels)
+            return mode(), {level: (graph.programs[level].digest, serves_all[level]) for level in serves_all}
+
+        # Not the label, since Keras numbers the names of models per process.
+        ranks = gather(cluster.exchange(), kind_of_agreement(self._name), value)
+        compare_modes([each for each, _ in ranks])
+        programs = [each for _, each in ranks]
+        self._levels = set()
+        for level, program in graph.programs.items():
+            if not all(level in each for each in programs):
+                continue
+            is_equal = len({each[level][0] for each in programs}) == 1
+            if is_equal and all(each[level][1] for each in programs):
+                self._shared[program.structure] = program
+            elif level < first or (is_equal and level < last):
+                self._levels.add(level)
+
+    def _levels_of(self, graph: _Graph, *, compiles_shapes: bool) -> set[int]:
+        """Return the levels of a graph that all ranks compile."""
+        levels = self._levels or set()
+        return {
+            level
+            for level, program in graph.programs.items()
+            if program.structure in self._shared or (compiles_shapes and level in levels)
+        }
 
     def _report(self, graph: _Graph) -> None:
-        """Log on the chief what is compiled, and what is not."""
+        """Log what is compiled, and what is not: on the chief for the first graph, later what this rank refuses."""
+        if self._refused is not None:
+            new = [reason for reason in graph.refused if reason not in self._refused]
+            if new and graph.has_fixed_shapes:  # perhaps on this rank only
+                get_logger().warning("%s: not compiled for other shapes: %s", self._label, _shown(new))
+            return
+        self._refused = list(graph.refused)
         if not cluster.is_chief():
             return
-        levels = self._levels or set()
-        kept = [*graph.refused, *["a program: another rank cannot compile it"] * len(graph.programs.keys() - levels)]
-        kept += graph.outside
-        shown = "; ".join(kept[:_MOST_SHOWN]) + (f"; and {len(kept) - _MOST_SHOWN} more" * (len(kept) > _MOST_SHOWN))
-        inside, total = graph.operations(levels)
-        number = f"{len(levels)} program{'s' * (len(levels) != 1)}"
-        text = f"XLA compiles {inside:,} of {total:,} operations, in {number}" if levels else "XLA compiles nothing"
-        get_logger().info("%s: %s%s", self._label, text, f"; not compiled: {shown}" if shown else "")
+        number = len(graph.programs)
+        kept = [*graph.refused, *["a program: not the same for all ranks and shapes"] * graph.dropped, *graph.outside]
+        inside, total = graph.operations()
+        programs = f"{number} program{'s' * (number != 1)}"
+        text = f"XLA compiles {inside:,} of {total:,} operations, in {programs}" if number else "XLA compiles nothing"
+        get_logger().info("%s: %s%s", self._label, text, f"; not compiled: {_shown(kept)}" if kept else "")
 
 
 class _Graph:
@@ -213,19 +311,22 @@ class _Graph:
     Args:
         concrete: the traced step; takes tensors only.
         specs: of these tensors.
+        shared: programs of earlier graphs, by structure.
 
     Attributes:
         refused: why it, or parts of it, cannot be compiled.
+        dropped: number of programs that could be compiled and are not.
     """
 
-    def __init__(self, concrete: Any, specs: Sequence[tf.TensorSpec]) -> None:
+    def __init__(self, concrete: Any, specs: Sequence[tf.TensorSpec], shared: Mapping[str, Program]) -> None:
         self._concrete = concrete
         self._specs = specs
         self._compiled: CompiledGraph | None = None
         self._function = concrete
         self.refused: list[str] = []
+        self.dropped = 0
         try:
-            self._compiled = CompiledGraph(concrete)
+            self._compiled = CompiledGraph(concrete, shared)
             self._function = self._copied()
             self.refused = [f"a program: {reason}" for reason in self._compiled.refused.values()]
         except Exception as error:  # on this rank, perhaps, only: the step runs as it was traced
@@ -240,10 +341,9 @@ class _Graph:
         return tf.function(lambda *tensors: emit(tensors), autograph=False).get_concrete_function(*self._specs)
 
     @property
-    def programs(self) -> dict[int, str]:
-        """Return the digests of the programs by level."""
-        programs = {} if self._compiled is None else self._compiled.programs
-        return {level: program.digest for level, program in programs.items()}
+    def programs(self) -> dict[int, Program]:
+        """Return the programs by level."""
+        return {} if self._compiled is None else self._compiled.programs
 
     @property
     def outside(self) -> list[str]:
@@ -251,26 +351,32 @@ class _Graph:
         return [] if self._compiled is None else self._compiled.stages.outside
 
     @property
-    def has_exchange(self) -> bool:
-        """Return True if the step exchanges something between ranks."""
-        nodes = self._concrete.graph.as_graph_def()
-        inner = (node for function in nodes.library.function for node in function.node_def)
-        return any(is_collective(node.op) for node in (*nodes.node, *inner))
+    def has_fixed_shapes(self) -> bool:
+        """Return True if the graph is for one combination of shapes."""
+        return all(spec.shape.is_fully_defined() for spec in self._specs)
 
     @property
-    def first_exchange(self) -> int:
-        """Return the level of the first exchange."""
-        return 0 if self._compiled is None else min(self._compiled.stages.levels_of_exchanges, default=0)
+    def has_exchange(self) -> bool:
+        """Return True if the step exchanges something between ranks."""
+        return has_exchange(self._concrete.graph)
 
-    def operations(self, levels: set[int]) -> tuple[int, int]:
-        """Return the number of operations in the programs of some levels, and of all."""
+    @property
+    def levels_of_exchanges(self) -> tuple[int, int]:
+        """Return the levels of the first and of the last exchange."""
+        found = set() if self._compiled is None else self._compiled.stages.levels_of_exchanges
+        levels = found or {0}
+        return min(levels), max(levels)
+
+    def operations(self) -> tuple[int, int]:
+        """Return the number of operations in programs, and of all."""
         stages = [] if self._compiled is None else self._compiled.stages.all
-        inside = sum(len(stage.operations) for stage in stages if stage.level in levels)
+        inside = sum(len(stage.operations) for stage in stages if stage.level in self.programs)
         return inside, sum(len(stage.operations) for stage in stages)
 
     def keep(self, levels: set[int]) -> None:
         """Compile the programs of some levels only."""
         if self._compiled is not None and not self.programs.keys() <= levels:
+            self.dropped = len(self.programs.keys() - levels)
             self._compiled.keep(levels)
             self._function = self._copied()
 
@@ -280,17 +386,10 @@ class _Graph:
         return self._function(*tensors)
 
 
-def _create_now(create: Callable[..., tf.Variable], **options: Any) -> tf.Variable:
-    """Create a variable outside of the graph that is being traced, with its value.
-
-    Otherwise TensorFlow would trace the step twice, or assign the value in a branch of its graph.
-    """
-    value = options.get("initial_value")
-    if not callable(value):
-        return create(**options)
-    taken = {name: option for name, option in options.items() if name in _OF_VARIABLES}
-    with tf.init_scope():
-        return ResourceVariable(**(taken | {"initial_value": value()}))
+def _shown(reasons: Sequence[str]) -> str:
+    """Return the first reasons, for a log line."""
+    more = len(reasons) - _MOST_SHOWN
+    return "; ".join(reasons[:_MOST_SHOWN]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _without_tensors(structure: Any) -> Any:

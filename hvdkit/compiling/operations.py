@@ -111,7 +111,10 @@ def reason_outside(op: tf.Operation, library: Library) -> str | None:
         reason = "branches of different shapes"
     if reason is not None:
         return reason
-    for inner in library.nodes(node.attr):
+    nodes = list(library.nodes(node.attr))
+    if any(is_collective(inner.op) for inner in nodes):  # and hvdkit's records of it, for which XLA has no kernel
+        return "an exchange between ranks inside"
+    for inner in nodes:
         inside = _reason_of_node(inner.op, inner.attr)
         if inside is not None:
             return f"{inner.op} inside: {inside}"

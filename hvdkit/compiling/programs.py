@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import tensorflow as tf
 from hvdkit.cluster.logs import get_logger
 from hvdkit.compiling.rebuilding import Copies, is_derived
 from hvdkit.compiling.stages import Stage, Stages
+from hvdkit.compiling.structures import Structure
 
 _NAMES = re.compile(r", metadata=\{[^}]*\}|^HloModule [^,\n]*|_\d+\b|_\d+(?=_)", re.MULTILINE)
 
@@ -25,12 +26,14 @@ class Program:
         inputs: tensors of the graph that it takes.
         outputs: tensors of the graph that others take.
         function: computes copies of ``outputs`` from copies of ``inputs``.
-        digest: of what it computes; equal programs give equal results, to the last bit.
+        structure: digest of its operations, which identifies it in this process.
+        digest: of what it computes; equal programs give equal results, to the last bit, in all processes.
     """
 
     inputs: list[tf.Tensor]
     outputs: list[tf.Tensor]
     function: Callable[..., Any]
+    structure: str
     digest: str = ""
 
 
@@ -39,6 +42,7 @@ class CompiledGraph:
 
     Args:
         concrete: the traced step; takes tensors only.
+        shared: programs of earlier graphs of the step by their structure, which serve this graph, too.
 
     Attributes:
         stages: the stages of the graph.
@@ -46,11 +50,13 @@ class CompiledGraph:
         refused: why stages that are worth a program cannot be compiled, by level.
     """
 
-    def __init__(self, concrete: Any) -> None:
+    def __init__(self, concrete: Any, shared: Mapping[str, Program]) -> None:
+        self._shared = shared
         self._graph = concrete.graph
         self._structure = concrete.graph.structured_outputs
         self._arguments = self._graph.inputs[: len(self._graph.inputs) - len(self._graph.captures)]
         self.stages = Stages(self._graph)
+        self._structure_of = Structure(self._graph, self.stages.library).digest
         self.programs: dict[int, Program] = {}
         self.refused: dict[int, str] = {}
         if self._graph.deferred_external_captures:
@@ -63,6 +69,9 @@ class CompiledGraph:
 
     def _compile(self, stage: Stage, users: dict[int, set[int]]) -> None:
         program = self._program(stage, users)
+        if (earlier := self._shared.get(program.structure)) is not None:
+            self.programs[stage.level] = replace(program, function=earlier.function, digest=earlier.digest)
+            return
         if any(tensor.dtype in (tf.variant, tf.resource) for tensor in (*program.inputs, *program.outputs)):
             self.refused[stage.level] = "a list of tensors, such as a TensorArray, which is also used outside"
             return
@@ -80,25 +89,16 @@ class CompiledGraph:
 
     def _program(self, stage: Stage, users: dict[int, set[int]]) -> Program:
         graph = self._graph
-        mine = set(stage.operations)
-        inputs: dict[int, tf.Tensor] = {}
-        captured = {id(inner) for _, inner in graph.captures}
-        for op in stage.operations:
-            for tensor in op.inputs:
-                is_given = tensor.op in mine or tensor.op.type == "Const" or id(tensor) in captured
-                if not (is_given or is_derived(tensor)):
-                    inputs[id(tensor)] = tensor
-        outputs = [
-            tensor for op in stage.operations for tensor in op.outputs if users.get(id(tensor), set()) - {stage.level}
-        ]
+        inputs, outputs = _borders(graph, stage, users)
 
         def program(*tensors: tf.Tensor) -> list[tf.Tensor]:
-            copies = Copies(graph, zip(inputs.values(), tensors, strict=True), compiled=True)
+            copies = Copies(graph, zip(inputs, tensors, strict=True), compiled=True)
             for op in stage.operations:
                 copies.copy(op)
             return [copies[tensor] for tensor in outputs]
 
-        return Program(list(inputs.values()), outputs, tf.function(program, jit_compile=True, autograph=False))
+        function = tf.function(program, jit_compile=True, autograph=False)
+        return Program(inputs, outputs, function, self._structure_of(stage.operations, inputs, outputs))
 
     def keep(self, levels: set[int]) -> None:
         """Keep the programs of some levels only."""
@@ -124,6 +124,33 @@ class CompiledGraph:
         return tf.nest.map_structure(
             lambda leaf: copies[leaf] if isinstance(leaf, tf.Tensor) else leaf, self._structure, expand_composites=True
         )
+
+
+def structures_of(concrete: Any) -> set[str]:
+    """Return the structures of the stages of a traced step, without compiling anything."""
+    graph = concrete.graph
+    stages = Stages(graph)
+    users = _users(stages.all, graph.outputs)
+    structure_of = Structure(graph, stages.library).digest
+    found: set[str] = set()
+    for stage in stages.all:
+        inputs, outputs = _borders(graph, stage, users)
+        found.add(structure_of(stage.operations, inputs, outputs))
+    return found
+
+
+def _borders(graph: Any, stage: Stage, users: Mapping[int, set[int]]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """Return the tensors that a stage takes from others, and those that others take from it."""
+    mine = set(stage.operations)
+    captured = {id(inner) for _, inner in graph.captures}
+    inputs: dict[int, tf.Tensor] = {}
+    for op in stage.operations:
+        for tensor in op.inputs:
+            is_given = tensor.op in mine or tensor.op.type == "Const" or id(tensor) in captured
+            if not (is_given or is_derived(tensor)):
+                inputs[id(tensor)] = tensor
+    outputs = [tensor for op in stage.operations for tensor in op.outputs]
+    return list(inputs.values()), [tensor for tensor in outputs if users.get(id(tensor), set()) - {stage.level}]
 
 
 def _last_call() -> tf.Operation:

@@ -5,7 +5,8 @@ Each operation is inside or outside. With d its inputs and control inputs,
     level(op) = max over d of  level(d)      if d and op are of the same kind
                                level(d) + 1  otherwise
 
-Levels of operations inside are even, of those outside odd, from -1. The operations of one level are one stage, which
+Levels of operations inside are even, of those outside odd, from -1; those of exchanges are 1 and above, so that what
+follows an exchange is never in one stage with what does not. The operations of one level are one stage, which
 depends on lower levels only. So the order of side effects stays that of the graph, exchanges between ranks included.
 """
 
@@ -67,6 +68,7 @@ class Stages:
         all: in the order in which they run.
         outside: the reason and the first operation of each kind that stays outside, except checks and exchanges.
         levels_of_exchanges: levels with an exchange between ranks.
+        library: the functions of the graph.
     """
 
     def __init__(self, graph: tf.Graph) -> None:
@@ -80,9 +82,10 @@ class Stages:
         is_outside = set(reasons)
         _add_of_values(operations, is_outside)
         _add_lookups(operations, is_outside)
-        self.all = _divided(operations, is_outside)
         inner = {op for op in operations if any(is_collective(node.op) for node in library.nodes(op.node_def.attr))}
         exchanges = inner | {op for op in operations if is_collective(op.type)}
+        self.library = library
+        self.all = _divided(operations, is_outside, exchanges)
         self.levels_of_exchanges = {stage.level for stage in self.all if exchanges & set(stage.operations)}
 
 
@@ -145,14 +148,16 @@ def _add_lookups(operations: Sequence[tf.Operation], is_outside: set[tf.Operatio
         pending += [each for each in dependencies(op) if each not in is_outside and each.type not in _SOURCES]
 
 
-def _divided(operations: Sequence[tf.Operation], is_outside: set[tf.Operation]) -> list[Stage]:
+def _divided(
+    operations: Sequence[tf.Operation], is_outside: set[tf.Operation], exchanges: set[tf.Operation]
+) -> list[Stage]:
     levels: dict[tf.Operation, int] = {}
     stages: dict[int, Stage] = {}
     for op in operations:
         if op.type in _SOURCES:
             continue
         mine = op in is_outside
-        level = _BEFORE if mine else 0
+        level = 1 if op in exchanges else _BEFORE if mine else 0
         for each in dependencies(op):
             if each in levels:
                 level = max(level, levels[each] + (mine != (each in is_outside)))

@@ -34,6 +34,9 @@ def load_model(
     learning rate, slots and accumulated gradients. Each rank reads its shards of tables and their slots. All other
     variables get the chief's values on every rank. A model saved without compiling is returned uncompiled.
 
+    ``jit_compile=True`` is kept, for ``hk.fit`` or ``fit`` with a callback of hvdkit. On several ranks, Keras's default
+    ``"auto"`` is False.
+
     Keras saves the optimizer's own options, including ``gradient_accumulation_steps``, but not those of
     ``hk.DistributedOptimizer``: users pass these again.
 
@@ -99,10 +102,11 @@ def _load(path: Path, custom_objects: Any, compiles: bool, safe_mode: bool, opti
         got = f"{path}, whose optimizer state Keras {keras.__version__} does not restore"
         remedy = "save a .keras file, or pass compile=False and compile again"
         raise ValueError(describe("path", got, "a .keras file", remedy))
+    asks_for_xla = (model.get_compile_config() or {}).get("jit_compile") is True
     if not isinstance(optimizer, DistributedMixin):
         model.optimizer = distribute(optimizer, **options)
-    if cluster.size() > 1 and model.jit_compile:
-        model.jit_compile = False  # Horovod has no XLA kernels
+    if cluster.size() > 1 and not asks_for_xla:
+        model.jit_compile = False  # Keras's default is True on GPUs, and plain fit compiles whole steps
     if in_two_steps and model.built:
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)

@@ -24,6 +24,7 @@ from hvdkit.errors import ClusterError
 from hvdkit.internals import is_default
 from hvdkit.keras.attribute_swap import exchange_attributes
 from hvdkit.keras.chief import StopRequest, is_on_chief
+from hvdkit.keras.compiled_functions import jit_mode, makers_of, uses_whole_step
 from hvdkit.keras.fit_session import end_of_plain_fit, is_running
 from hvdkit.keras.model_optimizers import optimizers_of
 from hvdkit.keras.rank_state import compare_state, digests_of, state_of
@@ -164,26 +165,28 @@ class PlainFitChecks:
 
         Raises:
             ValueError: a BatchNormalization is not synchronized.
-            CollectiveMismatchError: the number of steps differs between ranks, several ranks write to one path, or with
-                ``process_set`` the weights differ.
+            CollectiveMismatchError: the number of steps or the use of XLA differs between ranks, several ranks write to
+                one path, or with ``process_set`` the weights differ.
         """
         model = self._model
         self._group = ranks_of(self._optimizers[0])
         slots = [v for optimizer in self._optimizers for v in slots_of(optimizer)]
         equal = with_values([*model.trainable_variables, *slots])
 
-        def start() -> tuple[Any, bytes, dict[str, str]]:
+        def start() -> tuple[Any, str, bytes, dict[str, str]]:
             check_batch_normalization(model)
             steps = params.get("steps"), params.get("epochs")
-            return steps, digest_of(equal), written_paths(lambda other: other is model)
+            return steps, jit_mode(model), digest_of(equal), written_paths(lambda other: other is model)
 
         exchange = cluster.exchange(self._group)
         ranks = gather(exchange, "the beginning of fit", start)
-        steps = [each for each, _, _ in ranks]
+        steps = [each for each, _, _, _ in ranks]
         compare(steps, "fit: (steps per epoch, epochs)", "use hk.fit", ranks=exchange.ranks)
-        check_paths([paths for _, _, paths in ranks], exchange.ranks)
+        remedy = "pass the same jit_compile, and set HVDKIT_JIT_COMPILE to the same, on every rank"
+        compare([how for _, how, _, _ in ranks], "fit: use of XLA (jit_compile)", remedy, ranks=exchange.ranks)
+        check_paths([paths for _, _, _, paths in ranks], exchange.ranks)
         others = with_values(model.non_trainable_variables)
-        synchronize_start([weights for _, weights, _ in ranks], [*equal, *others], self._group)
+        synchronize_start([weights for _, _, weights, _ in ranks], [*equal, *others], self._group)
         self._replace_step()
         self._replace_hooks()
 
@@ -212,7 +215,10 @@ class PlainFitChecks:
         return deferring
 
     def _replace_step(self) -> None:
-        """Read the rows of the first epoch, and have the watchdog learn of exceptions that the program may catch."""
+        """Read the rows of the first epoch, and have the watchdog learn of exceptions that the program may catch.
+
+        With ``jit_compile=True``, the new functions compile what lies between exchanges, as in ``hk.fit``.
+        """
         model = self._model
         step = model.train_step
 
@@ -223,7 +229,10 @@ class PlainFitChecks:
             return step(data)
 
         self._rows.assign([1, 0])
-        self._of_model = exchange_attributes(model, {"train_step": reading_rows})
+        attributes: dict[str, Any] = {"train_step": reading_rows, **makers_of(model)}
+        if model.jit_compile and not uses_whole_step(model):
+            attributes["_jit_compile"] = False  # of a whole step, which has no exchanges
+        self._of_model = exchange_attributes(model, attributes)
         if model.train_function is self._train_function is not None:  # traced in an earlier fit
             return
         object.__setattr__(model, "train_function", None)  # bypass Keras's tracking

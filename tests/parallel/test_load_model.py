@@ -89,6 +89,23 @@ def test_a_model_that_was_never_trained_can_be_loaded(shared_path):
     same_values(values(loaded), values(model), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("jit_compile", [True, False, "auto"])
+def test_jit_compile_is_kept(jit_compile, shared_path):
+    results = []
+    for how in (False, jit_compile):
+        model = model_of(None)
+        model.compile(opts.Adam(0.01), keras.losses.MeanSquaredError(), jit_compile=how)
+        loaded = saved_and_loaded(model, shared_path / f"{how}.keras")
+        assert loaded.jit_compile is (how is True)
+        hk.fit(loaded, X, Y, batch_size=8, shuffle=False, verbose=0)
+        if how is True:
+            loaded.fit(X, Y, batch_size=8, shuffle=False, verbose=0, callbacks=[hk.callbacks.MetricAverage()])
+        else:
+            fit(loaded)
+        results.append(values(loaded))
+    same_values(*results, rtol=1e-4, atol=1e-5)
+
+
 def test_a_file_that_a_rank_cannot_read_is_an_error_on_every_rank(rank, size, tmp_path):
     model = fit(model_of(opts.Adam(0.01)))
     if rank < size - 1:

@@ -5,6 +5,7 @@ The optimizer compares weights by itself; all else needs one of hvdkit's callbac
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 
 import keras
@@ -333,3 +334,48 @@ def test_a_loop_that_scales_its_loss_is_no_fit(rank, size, capfd):
             hk.broadcast_variables([*model.variables, *optimizer.variables])
     hk.compare_variables(model.trainable_variables)
     assert "fit:" not in capfd.readouterr().err
+
+
+# ---- jit_compile=True ---------------------------------------------------------------------------------------------
+
+
+def compiled_fit(jit_compile, *more, **options):
+    """Return what plain fit with a callback of hvdkit gives, on rows that differ by rank."""
+    keras.utils.set_random_seed(3)
+    first = [keras.Input((4,)), keras.layers.Dense(8, "tanh"), *more, keras.layers.Dense(1)]
+    model = keras.Sequential(first)
+    model.compile(hk.DistributedOptimizer(opts.Adam(0.05)), "mse", metrics=["mae"], jit_compile=jit_compile, **options)
+    rows = slice(hk.rank() % 2, None, 2)
+    data = {"batch_size": 6, "epochs": 2, "verbose": 0, "validation_data": (X[:6], Y[:6])}  # 16 rows: 6, 6, 4
+    callbacks = [hk.callbacks.MetricAverage()]
+    history = [model.fit(X[rows], Y[rows], callbacks=callbacks, **data).history for _ in range(2)]
+    hk.compare_variables([*model.variables, *model.optimizer.variables])
+    return history, model.get_weights(), model.evaluate(X, Y, verbose=0), model.jit_compile
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("options", [{}, {"steps_per_execution": 2}])
+def test_jit_compile_with_a_callback(options):
+    plain = compiled_fit(False, **options)
+    ours = compiled_fit(True, **options)
+    assert ours[3] is True
+    keras.tree.map_structure(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), plain[:3], ours[:3])
+
+
+def test_jit_compile_says_what_it_compiles(caplog, monkeypatch, rank):
+    monkeypatch.setattr(logging.getLogger("hvdkit"), "propagate", True)
+    caplog.set_level("INFO", "hvdkit")
+    compiled_fit(True, keras.layers.Dropout(0.2))
+    if rank == 0:
+        assert "reading_rows of Sequential" not in caplog.text
+        assert "train_step of Sequential" in caplog.text and "in 2 programs" in caplog.text, caplog.text
+
+
+def test_ranks_that_differ_in_jit_compile(rank):
+    with pytest.raises(hk.CollectiveMismatchError, match=r"fit: use of XLA \(jit_compile\): got '(on|off)' on rank"):
+        compiled_fit(rank == 0)
+
+
+def test_the_variable_switches_xla_off(monkeypatch):
+    monkeypatch.setenv("HVDKIT_JIT_COMPILE", "off")
+    compiled_fit(True)

@@ -7,6 +7,8 @@ Each file of tests/programs runs twice: unchanged, with plain Keras in one proce
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import os
 import pickle
 import tempfile
@@ -169,11 +171,49 @@ def plain(request, tmp_path_factory) -> Plain:
     folder = Path(records).parent / "plain" if records else tmp_path_factory.mktemp("plain")
     folder = Path(hk.broadcast_object(str(folder)))
     folder.mkdir(exist_ok=True)
-    return Plain([item.callspec.params["name"] for item in items], folder)
+    return Plain(list(dict.fromkeys(item.callspec.params["name"] for item in items)), folder)
 
 
 @pytest.mark.parametrize("name", programs())
 def test_the_port_equals_one_process(name, plain, shared_path):
+    assert_port_equals_one_process(name, plain, shared_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ports.names())
+def test_the_port_compiled_by_xla_equals_one_process(name, plain, shared_path, monkeypatch):
+    logger = logging.getLogger("hvdkit")
+    lines = Lines()
+    monkeypatch.setenv("HVDKIT_JIT_COMPILE", "on")
+    logger.addHandler(lines)
+    try:
+        largest = assert_port_equals_one_process(name, plain, shared_path)
+    finally:
+        logger.removeHandler(lines)
+    if hk.is_chief() and (table := os.environ.get("COMPILED_PROGRAMS")):  # read by tools/compiled_programs.py
+        with Path(table).open("a") as file:
+            file.write(json.dumps({"name": name, "largest": largest, "lines": lines.texts}) + "\n")
+
+
+class Lines(logging.Handler):
+    """Keeps what hvdkit logs.
+
+    Attributes:
+        texts: the messages.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a message."""
+        self.texts.append(record.getMessage())
+
+
+def assert_port_equals_one_process(name: str, plain: Plain, shared_path: Path) -> float:
+    """Run a program's port on all ranks, compare it with the plain program, and return the largest difference."""
     outcome = plain.of(name)
     if outcome.error:
         pytest.fail(f"the plain program failed:\n{outcome.error}")
@@ -198,3 +238,4 @@ def test_the_port_equals_one_process(name, plain, shared_path):
     comparison.folders(shared_path / "files", plain.folder / name / "files")
     print(f"largest difference: {comparison.largest:.2g}")
     assert not comparison.problems, "\n".join(comparison.problems)
+    return comparison.largest
