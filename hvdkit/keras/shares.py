@@ -197,7 +197,8 @@ class BatchDivision:
             return ValueError(describe("x", f"a batch with different numbers of rows: {shown}", expected, remedy))
         expected = "the same number of rows, one for each example"
         remedy = (
-            "declare how each tensor is divided among ranks, e.g. hk.data.divide(dataset, ('rows', 'rows', 'whole')); "
+            "if its elements are single rows, pass dataset.batch(batch_size); otherwise declare how each tensor is "
+            "divided among ranks, e.g. hk.data.divide(dataset, ('rows', 'rows', 'whole')); "
             f"of a batch of graphs, pass one row for each graph, as RaggedTensors; {see('pitfalls#data')}"
         )
         return ValueError(describe("x", f"a batch with different numbers of rows: {shown}", expected, remedy))

@@ -311,13 +311,16 @@ class _SortedRequests:
         order = tf.concat(tf.dynamic_partition(tf.range(tf.size(block)), block, len(uniques) * size), 0)
         within = tf.math.invert_permutation(order) - tf.gather(tf.cumsum(sizes, exclusive=True), part)
         offsets = split(within, sizes, len(uniques))
-        counts = tf.reshape(tf.stack([tf.size(b) for b in blocks]), [len(uniques), size])
+        # Not the transpose of these counts: TensorFlow writes an error line about oneDNN for one of integers.
+        counts = [tf.size(blocks[p * size + rank]) for rank in range(size) for p in range(len(uniques))]
+        by_part = tf.reshape(tf.stack(counts), [size, len(uniques)])
+        by_variable = tf.stack([tf.reduce_sum(some, 1) for some in tf.split(by_part, numbers, 1)], 1)
         variable = [v for v, number in enumerate(numbers) for _ in range(number)]
         of_parts = [list(blocks[p * size : (p + 1) * size]) for p in range(len(uniques))]
         return cls(
             [[of_parts[p] for p, of in enumerate(variable) if of == v] for v in range(len(numbers))],
-            tf.transpose(counts),
-            tf.transpose(tf.math.segment_sum(counts, variable)),
+            by_part,
+            by_variable,
             tuple(tf.gather(offset, position) for offset, (_, position) in zip(offsets, uniques, strict=True)),
         )
 

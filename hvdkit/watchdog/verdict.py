@@ -15,6 +15,7 @@ from hvdkit.watchdog.rank_texts import alike, tagged
 PREEMPTED = 75
 _SAME_CALLS = "; every rank must make the same calls: see `hvdkit docs pitfalls#only-the-chief-enters-a-collective`"
 AS_EVERY_RANK = ", as every rank did"
+ASKED = "it was asked to stop; the same command continues it"
 DIED = "died without reporting an error (killed, out of memory, or os._exit)"
 # An error caused by the end of a rank may be reported up to this many seconds before that end.
 _CROSSING_SECONDS = 1.0
@@ -268,7 +269,9 @@ class _History:
         if code == -signal.SIGKILL and any(one.ordered for one in self.events if one.event is self.exited):
             code = 0  # killed by its sentinel because another rank had failed
         if code and (code < 0 or all_left):
-            code, verb, cause = shell_code(code), how(code), ""
+            cause = ASKED if code == PREEMPTED else ""
+            verb = how(code)
+            code = shell_code(code)
         elif code:
             verb = "failed"
             cause = f"sys.exit({code}) while other ranks continued"

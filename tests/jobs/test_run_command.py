@@ -378,7 +378,8 @@ def test_rank_0_has_a_terminal_where_hvdkit_run_has_one(tmp_path):
             pass
 
     # Each rank continues once rank 0's output is on the screen.
-    code = "import sys, time; from pathlib import Path; print(sys.stdout.isatty())\n"
+    code = "import os, sys, time; from pathlib import Path; print(sys.stdout.isatty())\n"
+    code += "print('begin', os.environ['OMPI_COMM_WORLD_RANK'])\n"
     code += "for i in range(3):\n    print(f'\\r{i}/2', end='')\n"
     code += f"    while not Path({str(tmp_path)!r}, str(i)).exists(): time.sleep(0.01)\nprint()"
     command = [*RUN, "-np", "2", "--", sys.executable, "-c", code]
@@ -395,6 +396,7 @@ def test_rank_0_has_a_terminal_where_hvdkit_run_has_one(tmp_path):
     text = shown.decode()
     assert "[rank 0] True" in text and "[rank 1] False" in text
     assert "\r\x1b[K[rank 0] 1/2" in text  # while it grows
+    assert text.index("[rank 0] begin 0") < text.index("[rank 0] 0/2")
     assert len(re.findall(r"\[(?:rank 1|ranks 0-1)\] 2/2", text)) == 1 and "[rank 1] 1/2" not in text
 
 

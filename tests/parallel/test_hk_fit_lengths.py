@@ -128,3 +128,11 @@ def test_a_declaration_with_another_structure_is_an_error(rng):
         hk.data.divide(zipped(rng), "half")
     with pytest.raises(TypeError, match="data: got ndarray"):
         hk.data.divide(np.ones(3), "rows")
+
+
+def test_a_dataset_without_batches_is_told_to_make_them():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    rows = tf.data.Dataset.from_tensor_slices((np.ones((40, 8), "float32"), np.ones((40, 1), "float32")))
+    with raises_on_several(ValueError, r"8 in batch\[0\], 1 in batch\[1\].*pass dataset.batch\(batch_size\)"):
+        hk.fit(model, rows, verbose=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -125,6 +126,16 @@ def test_a_handler_outside_of_the_loop_has_left_it(tmp_path, function, fails_in,
     exec(compile(LOOPS, str(file), "exec"), program)
     program[function]()
     assert looks == [left]
+
+
+def test_the_cause_of_a_layers_error_is_its_own_message_without_colors():
+    import keras
+
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    line = cause_of(error_of(lambda: model.fit(np.ones((4, 5)), np.ones((4, 2)), verbose=0)))
+    assert line.startswith("Input 0") and ", 5) (Exception encountered when calling Sequential" in line, line
+    assert "x1b" not in line and "\x1b" not in line
 
 
 def test_an_error_that_another_rank_has_caused_is_known_by_its_cause():

@@ -21,7 +21,7 @@ from hvdkit.watchdog.events import (
     decode,
 )
 from hvdkit.watchdog.flight_recorder import CollectiveRecord
-from hvdkit.watchdog.verdict import DIED, Alive, Judged, Lost, RankEvent, Verdict, how, shell_code, verdict
+from hvdkit.watchdog.verdict import ASKED, DIED, Alive, Judged, Lost, RankEvent, Verdict, how, shell_code, verdict
 
 HOSTS = {rank: f"node{rank}" for rank in range(8)}
 TRAINS = Training(pid=1, waiters=[])
@@ -229,7 +229,7 @@ LAST_LINES = (
     ([*one(TRAINS, LEAVES, Exited(code=0)), *of(0, TRAINS, VICTIM, at=5.0)], 1, LEFT),
     # The report of rank 0 has overtaken that of rank 1.
     ([*one(TRAINS, LEAVES), *of(0, TRAINS, VICTIM, at=3.98), *of(1, Alive(), at=9.0)], 1, LEFT),
-    ([*of(1, TRAINS, *SAVED), *of(0, TRAINS, *SAVED, at=5.0)], 75, f"{ONE} ended with exit code 75 at step 5"),
+    ([*of(1, TRAINS, *SAVED), *of(0, TRAINS, *SAVED, at=5.0)], 75, f"{ONE} ended with exit code 75 at step 5: {ASKED}"),
     (one(Exited(code=-9, stopped=13.2, step=3)), 137, f"{ONE} was stopped (SIGSTOP) for 13 s at step 3"),
     (
         one(Judged(cause="no progress for 60 s", verb="hangs", step=3, dead=True)),

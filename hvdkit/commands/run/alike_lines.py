@@ -77,6 +77,12 @@ class AlikeLines:
         if rank == 0:  # the only one with a terminal, and so with colors
             line.text = text
 
+    def hurry(self, rank: int) -> None:
+        """Let the lines of a rank wait no longer: it has begun a progress bar, which is shown below them."""
+        for line in self._waiting:
+            if rank in line.ranks:
+                line.until = 0.0
+
     def take(self, now: float, *, everything: bool = False) -> list[tuple[int, bytes]]:
         """Return channel and tagged text of the lines that wait no longer, and of those before them."""
         is_over = everything or self.is_full

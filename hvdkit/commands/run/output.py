@@ -106,6 +106,9 @@ class OutputWriter:
         self._add(rank, channel, lines, seconds=START_SECONDS if is_starting and channel == 2 else self._seconds)
         if rank == 0 and channel in self._terminals and self._shown != "files":
             bar = visible(rest)
+            if bar:
+                self._lines.hurry(rank)
+                self._write_lines(time.monotonic())
             self._show(b"[rank 0] " + bar if bar else b"")
 
     def interrupt(self, rank: int) -> None:
