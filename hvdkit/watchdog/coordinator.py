@@ -212,14 +212,11 @@ class Coordinator:
             member.keep(message, now)
 
     def _handle_status(self, member: Member, status: Status, now: float) -> None:
-        member.status = status
-        member.status_at = now
+        member.keep(status, now)
         if self._metrics is not None:
             self._metrics.add_status(member.rank, status)
-        member.clock_difference = min(member.clock_difference, now - status.now)
         self._silent.note(member)
         self._waits.replace(member.rank, member.waits, now)
-        member.raised = member.raised if status.has_raised else None
         self._left_behind.note(member, now)
         self._hung.note(member)
 
@@ -240,14 +237,12 @@ class Coordinator:
         if self.stop_requested:
             self._stopped.end(member, failed.code)
         (self._victims if failed.follows else self._failed).add(member.rank)
-        # An error caused by another rank waits for that rank's own report; one that had no victim so far may be about
-        # to happen on every rank.
+        wait = _GATHER_SECONDS
         if self._victims and not self._failed and not self._leaving.have_ended:
-            self._decide_at(now + LEAVE_SECONDS)
-        elif self._victims or self._failed >= self._running.keys():
-            self._decide_at(now + _GATHER_SECONDS)
-        else:
-            self._decide_at(now + _OTHERS_SECONDS)
+            wait = LEAVE_SECONDS  # the rank that has caused the error will report its own
+        elif not self._victims and len(self._failed) < len(self._running):
+            wait = _OTHERS_SECONDS  # the error may be about to happen on every rank
+        self._decide_at(now + wait)
 
     def _handle_unwound(self, member: Member, unwound: Unwound, now: float) -> None:
         member.unwound = True

@@ -63,8 +63,13 @@ class Member:
         self.unwound = False
 
     def keep(self, message: Message, now: float) -> None:
-        """Keep an answer of the rank, or its report of an exception."""
-        if isinstance(message, Raised):
+        """Keep the rank's state, an answer, or its report of an exception."""
+        if isinstance(message, Status):
+            self.status = message
+            self.status_at = now
+            self.clock_difference = min(self.clock_difference, now - message.now)
+            self.raised = self.raised if message.has_raised else None
+        elif isinstance(message, Raised):
             self.raised = message
             self.raised_at = now
         elif isinstance(message, Stacks):
