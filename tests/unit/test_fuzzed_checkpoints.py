@@ -53,7 +53,6 @@ def change_of(data: st.DataObject, content: dict[str, Any]) -> None:
 
 @examples()
 @given(st.data(), st.sampled_from(FILES))
-@pytest.mark.full
 def test_random_changes_give_right_values_or_an_error_that_names_the_file(whole, tmp_path_factory, data, name):
     path = copied(whole, tmp_path_factory.mktemp("fuzz"))
     if name == NAME:

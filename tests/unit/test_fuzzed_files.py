@@ -180,7 +180,6 @@ HEADS = {"Content-Length": st.none() | NUMBERS.map(str) | LINES, "ETag": st.none
 @example({"headers": {"ETag": '"2"'}}, {})
 @example({"status": 200}, {})
 @example({}, {"Content-Length": "1" + "0" * 30})
-@pytest.mark.full
 def test_a_server_that_lies_gives_right_values_or_an_error_that_names_the_url(liar, lies, heads):
     Liar.lies, Liar.heads = lies, heads
     claimed = lies.get("headers", {}).get("Content-Range")
