@@ -58,7 +58,7 @@ class DataPosition:
         return self.plan.fingerprint()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state.
+        """Continue from a saved state; that of a run on arrays has no effect.
 
         Raises:
             TypeError: The state is not a dict, or has values of other types.
@@ -66,6 +66,8 @@ class DataPosition:
         """
         if not isinstance(state, dict):
             raise TypeError(describe("state", state, "what GlobalBatches.state returned", "pass it unchanged"))
+        if "array_seed" in state:  # of a run on arrays, see ArrayPosition: its order is another
+            return
         plan = self.plan
         if plan.files is not None:
             plan = plan.with_files(plan.files.restored(state))

@@ -123,3 +123,16 @@ def test_another_batch_size_goes_on_after_as_many_batches(shared_path):
 
     assert 30 <= run(8, after=30) < 50  # one epoch of 25 batches of 16, and some of the second
     assert run(16) == 50
+
+
+def test_a_run_on_arrays_goes_on_with_global_batches(shared_path):
+    x = np.ones((ROWS, 2), "float32")
+    for epochs, data in ((1, None), (2, hk.data.GlobalBatches((x, x[:, :1]), BATCH, shuffle_seed=0))):
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        given = {"epochs": epochs, "verbose": 0, "logdir": shared_path / "run"}
+        if data is None:
+            hk.fit(model, x, x[:, :1], batch_size=BATCH, **given)
+        else:
+            assert hk.fit(model, data, **given).epoch == [1]
+    assert int(model.optimizer.iterations) == 2 * 50
