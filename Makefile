@@ -9,7 +9,7 @@ MPI    ?= $(if $(filter x86_64 aarch64,$(shell uname -m)),wheel,none)
 NP     ?= 4
 # Scripts in benchmarks/ and proofs/, half an hour in all; BENCH=failure (10 minutes, root, several hosts), comeback,
 # many_ranks, large_input (20 GB of disk) and false_alarms only by name.
-BENCH  ?= dense fit compiled allreduce ring scaling embedding checkpoint startup loss_curves resume large_table \
+BENCH  ?= dense fit compiled allreduce ring scaling embedding checkpoint store startup loss_curves resume large_table \
 	control_plane input
 
 # Options of tests/run.py; see its --help.

@@ -66,9 +66,9 @@ def worker(script: str, *words: object) -> list[str]:
     return [sys.executable, str(WORKERS / script), *map(str, words)]
 
 
-def ranks(size: int, program: Sequence[str]) -> list[str]:
-    """Return the command of ``size`` ranks of hvdkit, as users start them."""
-    return [str(BIN / "hvdkit"), "run", "-np", str(size), "--", *program]
+def ranks(size: int, program: Sequence[str], options: Sequence[str] = ()) -> list[str]:
+    """Return the command of ``size`` ranks of hvdkit, as users start them, with options of ``hvdkit run``."""
+    return [str(BIN / "hvdkit"), "run", "-np", str(size), *options, "--", *program]
 
 
 def horovodrun(size: int, program: Sequence[str]) -> list[str]:

@@ -24,7 +24,7 @@ PICTURES = ROOT / "docs" / "benchmarks"
 PLOTS = Path(__file__).with_name("plots.py")
 ORDER = (
     "dense", "fit", "compiled", "allreduce", "ring", "scaling", "embedding", "large_table", "input", "checkpoint",
-    "startup", "loss_curves", "resume", "comeback", "many_ranks", "large_input", "failure", "control_plane",
+    "store", "startup", "loss_curves", "resume", "comeback", "many_ranks", "large_input", "failure", "control_plane",
 )  # fmt: skip
 
 

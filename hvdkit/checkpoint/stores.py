@@ -43,6 +43,9 @@ _READ_ONLY = ("data", "git", "github", "http", "https", "libarchive", "reference
 # Packages whose exceptions are about a connection or a server's answer, and the exceptions that no repetition mends.
 _CLIENTS = ("aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "google", "requests", "urllib3")
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+_KEYS = dict.fromkeys(("s3", "s3a"), ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")) | dict.fromkeys(
+    ("az", "abfs", "abfss"), ("AZURE_STORAGE_ACCOUNT_KEY",)
+)
 _CREDENTIALS = re.compile(r"credential|authenti|authoriz|forbidden|access ?denied|invalidaccesskey|signature", re.I)
 _SECRETS = re.compile(
     r"(//)[^/@\s]+@|((?:token|secret|password|signature|access_?key|account_?key|sig)[\w-]*[=:]\s*)[^\s&'\"]+", re.I
@@ -159,12 +162,18 @@ def request(path: UPath, action: str, function: Callable[..., T], *arguments: An
         if (skew := _clock_skew(error)) is not None:
             remedy = f"{skew}: synchronize it (NTP: timedatectl set-ntp true, or chronyc makestep)"
         elif isinstance(error, PermissionError) or _CREDENTIALS.search(reason):
-            remedy = "give this job credentials for the store, on every host"
+            remedy = "give this job credentials for the store, on every host" + _keys_of(path)
         elif _may_pass(error):
             remedy = f"the store did not answer for {seconds:g} s: check the network, and start the command again"
         else:
             remedy = "check the URL and the store"
         raise UnansweredError(f"{path}: cannot be {action} ({reason}); {remedy}") from None
+
+
+def _keys_of(path: UPath) -> str:
+    """Return how ``hvdkit run`` passes on the keys of a store, which it does not do by default; "" for others."""
+    names = _KEYS.get(path.protocol, ())
+    return f"; with hvdkit run: {' '.join(f'--env {name}' for name in names)}" if names else ""
 
 
 def _warn(path: UPath, seconds: float, passed: float) -> None:

@@ -36,12 +36,14 @@ class Request:
         method: PUT, GET, HEAD, POST or DELETE.
         key: the object's key, with the query.
         range: the header Range, or "".
+        length: bytes of its body.
     """
 
     number: int
     method: str
     key: str
     range: str
+    length: int
 
 
 @dataclass
@@ -157,7 +159,8 @@ def _proxy(store: Store) -> http.server.ThreadingHTTPServer:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             with lock:
                 key = self.path.removeprefix(f"/{BUCKET}/")
-                request = Request(len(store.requests), self.command, key, self.headers.get("Range") or "")
+                ranges = self.headers.get("Range") or ""
+                request = Request(len(store.requests), self.command, key, ranges, len(body))
                 store.requests.append(request)
             fault = store.fault(request)
             if fault is None and store.refuses_skew and _skew(self.headers.get("X-Amz-Date"), store.skew) > _MOST_SKEW:

@@ -6,14 +6,16 @@ import itertools
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from helpers.jobs import MPI, environment, run
+from helpers.jobs import MPI, call, environment, run
 from helpers.object_store import BUCKET, served
 from helpers.speed import WAIT
 
 import hvdkit as hk
 
+ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import json, os, signal, sys
 import keras, numpy as np
@@ -66,6 +68,33 @@ def test_a_run_that_loses_a_rank_continues_from_the_store(tmp_path):
             else:
                 assert continued == pytest.approx(losses[-len(continued) :], rel=1e-5)
             assert 2 <= len(continued) < 4
+
+
+SMALL = f"""
+import numpy as np, keras, hvdkit as hk
+
+hk.init()
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+x = np.ones((8, 3), "float32")
+hk.fit(model, x, x[:, :1], batch_size=4, verbose=0, logdir="s3://{BUCKET}/run")
+"""
+
+
+def test_hvdkit_run_names_the_variables_of_keys_that_it_does_not_pass_on(tmp_path):
+    (tmp_path / "train.py").write_text(SMALL)
+    with served() as store:
+
+        def train(*options):
+            command = ["hvdkit", "run", "-np", "2", *options, "--", sys.executable, "train.py"]
+            return call(command, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT), **store.environment))
+
+        refused = train()
+        assert refused.returncode
+        assert "--env AWS_ACCESS_KEY_ID --env AWS_SECRET_ACCESS_KEY" in refused.stderr.splitlines()[-1], refused.stderr
+        trained = train("--env", "AWS_ACCESS_KEY_ID", "--env", "AWS_SECRET_ACCESS_KEY")
+        assert trained.returncode == 0, trained.stderr
+        assert any(name.endswith("/manifest.json") for name in store.names("run"))
 
 
 SAVES = f"""

@@ -15,7 +15,7 @@ from hvdkit.machine.mpi import Mpi
 DEFAULT_NAMES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "LANG", "TZ", "TMPDIR")
 DEFAULT_PREFIXES = (
     "HOROVOD_", "HVDKIT_", "TF_", "KERAS_", "NCCL_", "OMP_", "XLA_", "CUDA_", "PYTHON", "LC_", "MKL_", "UCX_", "FI_",
-    "WANDB_", "MLFLOW_",
+    "WANDB_", "MLFLOW_", "AWS_", "AZURE_", "GOOGLE_",
 )  # fmt: skip
 # Variables that the engine needs on this host; not sent to other hosts.
 ENGINE_NAMES = ("HOME", "USER", "LOGNAME", "SHELL", "TERM", "SSH_AUTH_SOCK", "KRB5CCNAME", "XDG_RUNTIME_DIR")
