@@ -99,8 +99,8 @@ def limited(rate: float) -> Callable[[Request], None]:
 
 def train(config: StoreConfig, folder: Path, logdir: str, env: Mapping[str, str]) -> Mapping[str, float]:
     """Run the worker; return its figures."""
-    seconds, every = (8.0, 3.0) if config.quick else (config.seconds, config.every)
-    options = ("--seconds", seconds, "--every", every, "--megabytes", config.megabytes)
+    seconds, every, megabytes = (20.0, 4.0, 8.0) if config.quick else (config.seconds, config.every, config.megabytes)
+    options = ("--seconds", seconds, "--every", every, "--megabytes", megabytes)
     program = worker("store.py", logdir, folder / "result.json", *options)
     keys = [word for name in env for word in ("--env", name)]
     launch([ranks(config.np, program, keys)], env=environment(**env), timeout=600)

@@ -15,6 +15,7 @@ from hvdkit.checkpoint.generators import numpy_state, python_state, state_to_jso
 from hvdkit.checkpoint.schema import FieldError
 from hvdkit.checkpoint.tensorfile import storable
 from hvdkit.errors import CorruptCheckpointError, describe
+from hvdkit.optimizer.equal_ranks import gradient_sums_of
 from hvdkit.sharding.shards import (
     AnyVariable,
     FlatShardState,
@@ -197,7 +198,7 @@ def _add_optimizer(state: State, name: str, optimizer: Any) -> None:
         got = f"{type(inner).__name__} with process_set={list(reduction.group.ranks)}, outside of which weights differ"
         remedy = "save with model.save on one rank of each set"
         raise ValueError(describe(f"optimizer {name!r}", got, "one that combines gradients of all ranks", remedy))
-    accumulators = {id(v) for v in getattr(inner, "_accumulated_gradients", ())}
+    accumulators = {id(v) for v in gradient_sums_of(optimizer)}
     # Preserve sum_r a_r / N if gradients are averaged over ranks, and sum_r a_r if they are summed.
     resize: Resize = "sum" if reduction is not None and reduction.op.name == "Sum" else "mean"
     steps = getattr(inner, "gradient_accumulation_steps", None) or 1

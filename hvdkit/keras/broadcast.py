@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from hvdkit.keras.plain_fit import CheckedCallback
+from hvdkit.keras.supervised_fit import is_supervised
 from hvdkit.layers import synchronize_batch_normalization
+from hvdkit.optimizer.equal_ranks import gradient_sums_of
 from hvdkit.optimizer.mixins import ranks_of
-from hvdkit.sharding.variables import broadcast_variables
+from hvdkit.sharding.variables import broadcast_and_gather
 from hvdkit.supervisor.divergence import check_first_update
 
 
@@ -45,7 +47,9 @@ class BroadcastInitial(CheckedCallback):
         """Broadcast now if the model is already built."""
         self._done = self._compared = False
         synchronize_batch_normalization(self.model, process_set=ranks_of(self.model.optimizer))
-        if self.model.built:
+        if is_supervised(self.model):
+            self._done = True  # the Supervisor has given each rank the values of the chief, or restored its own
+        elif self.model.built:
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:
@@ -60,7 +64,8 @@ class BroadcastInitial(CheckedCallback):
         optimizer = self.model.optimizer
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
-        broadcast_variables([*self.model.variables, *optimizer.variables], self.root)
+        variables = [*self.model.variables, *optimizer.variables]
+        broadcast_and_gather(variables, lambda: None, self.root, of_ranks=gradient_sums_of(optimizer))
         self._done = True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -10,14 +11,16 @@ import numpy as np
 import tensorflow as tf
 from keras import tree
 
+from hvdkit.collectives.digests import tf_variable
 from hvdkit.keras.model_optimizers import optimizers_of
 from hvdkit.keras.rank_seeds import global_generator, spread_seeds
 from hvdkit.keras.rank_state import state_of
 from hvdkit.keras.shares import Shares
 from hvdkit.keras.step_scopes import has_own_step
 from hvdkit.keras.train_steps import is_complete
+from hvdkit.optimizer.equal_ranks import gradient_sums_of
 from hvdkit.optimizer.model_numbers import KnownNumbers, agree_on_numbers, known_numbers
-from hvdkit.sharding.shards import holding_of, is_seed_state
+from hvdkit.sharding.shards import AnyVariable, holding_of, is_seed_state
 from hvdkit.sharding.variables import broadcast_and_gather
 
 
@@ -28,10 +31,16 @@ class VariableBroadcaster:
         self._model = model
         self._known: dict[int, Any] = {}
 
-    def broadcast_all(self) -> None:
-        """Broadcast the chief's values of all existing variables, and seed each rank differently."""
-        self._known = {}
-        self._broadcast(self._all(), global_generator().state)
+    def broadcast_all(self, *, restored: Iterable[AnyVariable] = ()) -> None:
+        """Broadcast the chief's values of all existing variables, and seed each rank differently.
+
+        Args:
+            restored: variables of which each rank has restored its own value, and keeps it.
+        """
+        own = {id(tf_variable(v)) for v in restored}
+        variables = self._all()
+        self._known = {id(v): v for v in variables}
+        self._broadcast([v for v in variables if id(tf_variable(v)) not in own], global_generator().state)
 
     def broadcast_new(self) -> None:
         """Broadcast variables created since the last call."""
@@ -48,7 +57,8 @@ class VariableBroadcaster:
         def of_this_rank() -> tuple[list[np.ndarray], KnownNumbers]:
             return [np.asarray(v) for v in (*states, *replicated_states)], known_numbers(variables)
 
-        ranks = broadcast_and_gather(variables, of_this_rank)
+        sums = [v for each in optimizers_of(self._model) for v in gradient_sums_of(each)]
+        ranks = broadcast_and_gather(variables, of_this_rank, of_ranks=sums)
         spread_seeds(states, list(replicated_states), ranks[0][0])
         agree_on_numbers(variables, [numbers for _, numbers in ranks])
 

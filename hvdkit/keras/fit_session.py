@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -40,7 +40,7 @@ from hvdkit.keras.supervised_fit import end_supervision
 from hvdkit.keras.train_steps import ShareSteps, Step
 from hvdkit.layers import average_moving_statistics, synchronize_batch_normalization
 from hvdkit.optimizer.equal_ranks import checked
-from hvdkit.sharding.shards import shard_of
+from hvdkit.sharding.shards import AnyVariable, shard_of
 from hvdkit.sharding.vocabulary import warn_of_full_buckets
 from hvdkit.watchdog.ending import ending
 from hvdkit.watchdog.reporter import reporter
@@ -366,18 +366,19 @@ class FitSession:
         ranks = gather(exchange, "the model's state at the end of an epoch", lambda: digests_of(state))
         compare_state(ranks, exchange.ranks)
 
-    def broadcast_again(self, data: Shares, *, has_built_optimizer: bool) -> None:
+    def broadcast_again(self, data: Shares, *, has_built_optimizer: bool, restored: Iterable[AnyVariable] = ()) -> None:
         """Broadcast the chief's variables again, as a callback may have restored them.
 
         Args:
             data: the data to train on.
             has_built_optimizer: whether the chief's optimizer is built.
+            restored: variables of which each rank has restored its own value.
         """
         optimizer = self.model.optimizer
         if has_built_optimizer and not optimizer.built:
             optimizer.build(self.model.trainable_variables)
         build_before_tracing(self.model, data)
-        self._variables.broadcast_all()
+        self._variables.broadcast_all(restored=restored)
 
     def broadcast_built(self, data: Shares) -> None:
         """Broadcast the variables that have been built on all ranks since the session runs."""

@@ -269,7 +269,8 @@ class CallbackList(keras.callbacks.CallbackList):
 
             ranks = self._gather("callbacks' on_train_begin", begin)
             model._initial_epoch, has_built_optimizer = ranks[0]
-            self._session.broadcast_again(self._data, has_built_optimizer=has_built_optimizer)
+            restored = [v for each in self.supervisors for v in each.restored_variables_of_ranks()]
+            self._session.broadcast_again(self._data, has_built_optimizer=has_built_optimizer, restored=restored)
         else:
             self._call("on_train_begin", logs)
             self._session.broadcast_built(self._data)

@@ -141,8 +141,8 @@ def compare_functions(model: Any, rows: Any, *, tests_rows: bool, trains: bool, 
         HvdkitError: what the model computes for a row depends on the other rows of its batch.
     """
     with unchanged(model, generators=not is_reading):
-        if is_reading and (state := replicated_state(model._flatten_layers())):
-            broadcast_variables(state)  # the first batch has changed it by each rank's rows
+        if state := replicated_state(model._flatten_layers()):
+            broadcast_variables(state)  # each rank's rows may have changed it, in the first batch or an earlier run
         coupled = couples_rows(model, rows, trains=trains) if tests_rows and rows is not None else ""
         outputs = _layer_outputs(model, rows)
         expected = broadcast_object(outputs)

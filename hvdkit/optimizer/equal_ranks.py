@@ -121,9 +121,14 @@ def warn_of_no_callback() -> None:
 
 
 def slots_of(optimizer: keras.optimizers.Optimizer) -> list[AnyVariable]:
-    """Return slots and counters, without locally accumulated gradients."""
-    sums = {id(v) for part in _with_inner(optimizer) for v in getattr(part, "_accumulated_gradients", ())}
+    """Return slots and counters, without the gradients that each rank has accumulated."""
+    sums = {id(v) for v in gradient_sums_of(optimizer)}
     return [v for v in optimizer.variables if id(v) not in sums]
+
+
+def gradient_sums_of(optimizer: keras.optimizers.Optimizer) -> list[AnyVariable]:
+    """Return the gradients accumulated since the last update, of which each rank has its own."""
+    return [v for part in _with_inner(optimizer) for v in getattr(part, "_accumulated_gradients", ())]
 
 
 def _with_inner(optimizer: Any) -> Iterator[Any]:

@@ -51,8 +51,18 @@ def broadcast_variables(variables: Iterable[AnyVariable], root: int = 0) -> None
     broadcast_and_gather(variables, lambda: None, root)
 
 
-def broadcast_and_gather(variables: Iterable[AnyVariable], value: Callable[[], T], root: int = 0) -> list[T]:
-    """Do as :func:`broadcast_variables`, and return ``value()`` of every rank, from the same exchange."""
+def broadcast_and_gather(
+    variables: Iterable[AnyVariable], value: Callable[[], T], root: int = 0, *, of_ranks: Iterable[AnyVariable] = ()
+) -> list[T]:
+    """Do as :func:`broadcast_variables`, and return ``value()`` of every rank, from the same exchange.
+
+    Args:
+        variables: as for :func:`broadcast_variables`.
+        value: called on every rank.
+        root: the rank whose values are sent.
+        of_ranks: those of ``variables`` of which a rank has its own value after steps, such as accumulated gradients.
+            They are sent only if others differ, too: the ranks have not trained together then.
+    """
     replicated = [v for v in variables if not differs_by_rank(v)]
 
     def describe() -> tuple[list[_Signature], list[bytes], T]:
@@ -66,7 +76,10 @@ def broadcast_and_gather(variables: Iterable[AnyVariable], value: Callable[[], T
     compare(signatures, "variables", _REMEDY, key=lambda each: [kind for _, *kind in each], show=_first_difference)
     if cluster.size() > 1:
         digests = zip(*(each for _, each, _ in everywhere), strict=True)
-        broadcast_compared([v for v, values in zip(replicated, digests, strict=True) if len(set(values)) > 1], root)
+        differing = [v for v, values in zip(replicated, digests, strict=True) if len(set(values)) > 1]
+        kept = {id(v) for v in of_ranks}
+        if any(id(v) not in kept for v in differing):
+            broadcast_compared(differing, root)
     return [each for _, _, each in everywhere]
 
 

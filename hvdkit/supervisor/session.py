@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hvdkit import cluster
 from hvdkit.checkpoint.files import RunPath, run_path
 from hvdkit.checkpoint.rank_checks import agreed_state, run_on_chief
+from hvdkit.checkpoint.state import flatten
 from hvdkit.cluster.agreement import run_on_all_ranks
 from hvdkit.cluster.progress import progress, spending
 from hvdkit.data.position import ArrayPosition, DataPosition
@@ -217,6 +218,16 @@ class Supervisor(SummarizedSession):
             self.close()
         if kind is None and self.preempted:
             raise SystemExit(PREEMPTED)
+
+    def restored_variables_of_ranks(self) -> list[AnyVariable]:
+        """Return the variables of which each rank has restored its own value: none if the run has begun here.
+
+        They are moving statistics, accumulated gradients, and states of random generators.
+        """
+        if self.restored_from is None:
+            return []
+        tensors = flatten(self._state()).tensors.values()
+        return [t.variable for t in tensors if t.kind == "per_rank" and t.variable is not None]
 
     def enter_fit(self, *, reports: bool = True) -> None:
         """Enter the session from a callback of ``fit``. After an error in the fit, the next session closes this one.

@@ -41,7 +41,7 @@ saves = hk.callbacks.SupervisorCallback(os.environ["LOGDIR"], data=batches, save
 history = hk.fit(model, batches, epochs=4, steps_per_epoch=5, callbacks=[saves, Kill()], verbose=0)
 digest = hk.compare_variables([v for v in model.trainable_variables if "embedding" not in v.path])
 if hk.is_chief():
-    print("RESULT", json.dumps([history.history["loss"], digest]))
+    sys.stdout.write(f"RESULT {json.dumps([history.history['loss'], digest])}\\n")  # in a single write
 """
 
 

@@ -62,6 +62,30 @@ def test_a_run_with_a_seed_equals_one_that_was_not_interrupted(shared_path, shuf
         np.testing.assert_array_equal(got, whole)
 
 
+@pytest.mark.core(2)
+@pytest.mark.filterwarnings("ignore:.*BatchNormalization")
+def test_what_each_rank_has_of_its_own_continues(shared_path):
+    """Moving statistics, and the gradients that have been accumulated when the run is interrupted."""
+    rng = np.random.default_rng(5)
+    x = rng.normal(size=(ROWS, 4)).astype("float32")
+    y = x.sum(1, keepdims=True)
+
+    def run(name, after=0):
+        keras.utils.set_random_seed(5)
+        layers = [keras.layers.Dense(3), keras.layers.BatchNormalization(), keras.layers.Dropout(0.2)]
+        model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(0.01, gradient_accumulation_steps=7), "mse")
+        losses = train(model, x, y, batch_size=BATCH, after=after, epochs=3, logdir=shared_path / name)
+        return losses, [(v.path, np.asarray(v)) for v in [*model.variables, *model.optimizer.variables]]
+
+    _, expected = run("whole")
+    for after in (3, 50):
+        assert run("parts", after)[0] is None
+    _, found = run("parts")
+    for (path, whole), (_, value) in zip(expected, found, strict=True):
+        np.testing.assert_array_equal(value, whole, path)
+
+
 @pytest.fixture
 def unseeded():
     """Take back the seed that an earlier test has set in this process."""
