@@ -40,7 +40,7 @@ from hvdkit.watchdog.metrics_server import METRICS, address_from_environment, ur
 from hvdkit.watchdog.sentinel_start import inherited_socket, listen_for_ranks, resume_if_stopped, start_sentinel
 from hvdkit.watchdog.settings import EXIT, WatchdogSettings, seconds
 from hvdkit.watchdog.training_thread import TrainingThread
-from hvdkit.watchdog.uncaught import UncaughtErrors, ended_a_step, left_a_loop, with_cause_first
+from hvdkit.watchdog.uncaught import UncaughtErrors, ended_a_step, left_a_loop, raised, with_cause_first
 
 _LOGGER = logging.getLogger("hvdkit")
 # Seconds to wait for the coordinator's answer before this rank reports its failure itself.
@@ -64,7 +64,7 @@ class Reporter:
     def __init__(self, recorder: FlightRecorder) -> None:
         self.recorder = recorder
         self.pid = os.getpid()
-        self.uncaught = UncaughtErrors(self)
+        self.uncaught = UncaughtErrors(recorder, self.fail)
         self.doing = ""
         self.problem: ValueError | None = None
         self._metrics_listener: socket.socket | None = None
@@ -286,7 +286,7 @@ class Reporter:
         if hasattr(error, _REPORTED) or not self.is_watched or ending().begun or is_victim(error):
             return
         setattr(error, _REPORTED, True)
-        self.send(self.uncaught.raised(error))
+        self.send(raised(error))
 
     def _obey(self, order: Message) -> None:
         if isinstance(order, Watching):
@@ -357,16 +357,17 @@ class Reporter:
 
     # ---- the end ----------------------------------------------------------------------------------------------
 
-    def fail(self, failed: Failed) -> bool:
-        """Report a failure, and wait a limited time for the coordinator's answer.
+    def fail(self, failed: Failed, *, waits: bool = True) -> bool:
+        """Report a failure, and wait a limited time for the coordinator's answer unless ``waits`` is False.
 
         Returns:
             False if this rank has no sentinel that could report it.
         """
         if not self.is_watched or not (self._under_run or self._connect is not None):
             return False
-        self.send(failed)
-        self._answered.wait(_ANSWER_SECONDS)
+        self.send(replace(failed, busy=self.reason))
+        if waits:
+            self._answered.wait(_ANSWER_SECONDS)
         return True
 
     def remove(self) -> None:

@@ -15,17 +15,15 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import CodeType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from hvdkit.errors import SEE, HvdkitError, printable, see
 from hvdkit.watchdog.ending import Exit, end_process, ending, is_interrupt, is_victim
 from hvdkit.watchdog.events import Failed, Raised
+from hvdkit.watchdog.flight_recorder import FlightRecorder
 from hvdkit.watchdog.lines import flush_streams, write_line
 from hvdkit.watchdog.rank_texts import tagged
 from hvdkit.watchdog.tracebacks import format_exception
-
-if TYPE_CHECKING:
-    from hvdkit.watchdog.reporter import Reporter
 
 _LONGEST_TEXT = 60_000
 _OF_ANOTHER_RANK = "_hvdkit_of_another_rank"  # attribute of a copy of another rank's exception
@@ -38,11 +36,25 @@ def blame_another_rank(error: Exception) -> None:
     setattr(error, _OF_ANOTHER_RANK, True)
 
 
-class UncaughtErrors:
-    """Ends all ranks on an uncaught exception in this process."""
+class ReportFailure(Protocol):
+    """Send a failure to this rank's sentinel, if there is one."""
 
-    def __init__(self, reporter: Reporter) -> None:
-        self._reporter = reporter
+    def __call__(self, failed: Failed, *, waits: bool = True) -> bool:
+        """Return True if the failure was sent; ``waits``: wait a limited time for the coordinator's answer."""
+
+
+class UncaughtErrors:
+    """Ends all ranks on an uncaught exception in this process.
+
+    Args:
+        recorder: knows this rank's step.
+        report: sends a failure.
+    """
+
+    def __init__(self, recorder: FlightRecorder, report: ReportFailure) -> None:
+        self._recorder = recorder
+        self._report = report
+        self._pid = os.getpid()
         self._rank = 0
         self._abort: Callable[[int], None] | None = None
         self._before: tuple[Any, ...] = ()
@@ -81,21 +93,21 @@ class UncaughtErrors:
             write_line("\n".join(_traceback(error.with_traceback(trace))))
         else:  # of a debugger or a shell
             self._before[0](kind, error, trace)
-        if os.getpid() == self._reporter.pid:
+        if os.getpid() == self._pid:
             for line in pages_of(error):
                 write_line(line)
-            self._reporter.send(self._failed(error, "", None))
+            self._report(self._failed(error, "", None), waits=False)
             if exit_code_of(error) != 1:
                 raise Exit(exit_code_of(error))  # sets the interpreter's exit code
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if os.getpid() != self._reporter.pid:  # a forked child is not a rank
+        if os.getpid() != self._pid:  # a forked child is not a rank
             self._before[0](kind, error, trace)
             return
         self._end(error, trace, None)
 
     def _uncaught_in_thread(self, args: threading.ExceptHookArgs) -> None:
-        if os.getpid() != self._reporter.pid or args.exc_value is None or issubclass(args.exc_type, SystemExit):
+        if os.getpid() != self._pid or args.exc_value is None or issubclass(args.exc_type, SystemExit):
             self._before[1](args)
             return
         self._end(args.exc_value, args.exc_traceback, args.thread.name if args.thread else "?")
@@ -110,7 +122,7 @@ class UncaughtErrors:
         failed = self._failed(error, text, thread)
         is_heard = False
         if not ending().begun:
-            is_heard = self._reporter.fail(failed)
+            is_heard = self._report(failed)
         # While ranks unwind, released collectives raise. These errors need no traceback.
         elif text and not failed.follows and not ending().has_caused(error):
             write_line(shown)
@@ -128,11 +140,6 @@ class UncaughtErrors:
             end_process(failed.code)
         raise Exit(failed.code)
 
-    def raised(self, error: BaseException) -> Raised:
-        """Return the report of an exception that the program may catch."""
-        text = "\n".join(_traceback(error))[-_LONGEST_TEXT:]
-        return Raised(cause=f"{type(error).__name__}: {cause_of(error)}", text=text)
-
     def _failed(self, error: BaseException, text: str, thread: str | None) -> Failed:
         """Return the report of an uncaught exception."""
         is_interrupted = is_interrupt(error)
@@ -143,9 +150,14 @@ class UncaughtErrors:
             code=130 if is_interrupted else exit_code_of(error),
             text=text,
             follows=is_victim(error) or hasattr(error, _OF_ANOTHER_RANK),
-            step=self._reporter.recorder.step,
-            busy=self._reporter.reason,
+            step=self._recorder.step,
         )
+
+
+def raised(error: BaseException) -> Raised:
+    """Return the report of an exception that the program may catch."""
+    text = "\n".join(_traceback(error))[-_LONGEST_TEXT:]
+    return Raised(cause=f"{type(error).__name__}: {cause_of(error)}", text=text)
 
 
 def _traceback(error: BaseException) -> list[str]:
