@@ -14,6 +14,7 @@ from hvdkit.errors import describe
 from hvdkit.optimizer.equal_ranks import slots_of
 from hvdkit.sharding.shards import AnyVariable, differs_by_rank
 from hvdkit.sharding.variables import variable_name
+from hvdkit.supervisor.pace import crosses
 
 if TYPE_CHECKING:
     import keras
@@ -41,6 +42,7 @@ class DivergenceDetector:
         variables: TensorFlow or Keras variables, the same list on every rank; or a function that returns them, for
             optimizers that create their slots later.
         every: steps between comparisons.
+        compares_first: also compare at the first check.
 
     Raises:
         ValueError: ``every`` is not an integer >= 1.
@@ -53,12 +55,19 @@ class DivergenceDetector:
             detector.check(step)
     """
 
-    def __init__(self, variables: Iterable[AnyVariable] | Callable[[], Iterable[AnyVariable]], *, every: int) -> None:
+    def __init__(
+        self,
+        variables: Iterable[AnyVariable] | Callable[[], Iterable[AnyVariable]],
+        *,
+        every: int,
+        compares_first: bool = False,
+    ) -> None:
         if not isinstance(every, int) or every < 1:
             raise ValueError(describe("every", every, "a number of steps >= 1", "pass e.g. 500"))
         self.every = every
         self._variables = variables if callable(variables) else list(variables)
         self._checked = 0
+        self._is_due = compares_first
         self._equal: int | None = None
 
     def check(self, step: int) -> None:
@@ -71,10 +80,10 @@ class DivergenceDetector:
             CollectiveMismatchError: variables differ; raised on every rank. The message names the rank, the first
                 variable, the step, and the last step at which all were equal.
         """
-        if step // self.every <= self._checked // self.every:
-            return
-        self._checked = step
-        self.compare(step)
+        if self._is_due or crosses(self.every, self._checked, step):
+            self._is_due = False
+            self._checked = step
+            self.compare(step)
 
     def compare(self, step: int) -> None:
         """Compare the variables now. Args and Raises as for :meth:`check`."""
