@@ -243,22 +243,21 @@ def compare_constants(model: keras.Model) -> None:
     Raises:
         CollectiveMismatchError: they differ; the message names the first.
     """
-    constants: dict[str, bytes] = {}
-
+    constants: dict[str, str] = {}
     for number, layer in enumerate(model._flatten_layers()):
         if type(layer).__module__.startswith("hvdkit."):
             continue
         for attribute, value in list(vars(layer).items()):
             for name, held in _held(f"{number}.{attribute}", value) if not attribute.startswith("_") else ():
                 if isinstance(held, np.ndarray) or (isinstance(held, tf.Tensor) and not tf.is_symbolic_tensor(held)):
-                    constants[name] = _digest_of(held)
-        if isinstance(layer, (keras.layers.StringLookup, keras.layers.IntegerLookup, keras.layers.TextVectorization)):
-            constants[f"{number}.vocabulary"] = xxhash.xxh3_128_digest(repr(layer.get_vocabulary()).encode())
+                    constants[name] = digest_of_array(held)
+        if vocabulary := vocabulary_of(layer):
+            constants[f"{number}.vocabulary"] = xxhash.xxh3_128_hexdigest(vocabulary.encode())
     if not constants:
         return
     layers = list(model._flatten_layers())
 
-    def difference(odd: dict[str, bytes], usual: dict[str, bytes]) -> tuple[str, str]:
+    def difference(odd: dict[str, str], usual: dict[str, str]) -> tuple[str, str]:
         name = next(key for key in {**usual, **odd} if odd.get(key) != usual.get(key))
         number, _, attribute = name.partition(".")
         owner = layers[int(number)].name if int(number) < len(layers) else f"layer {number}"
@@ -267,11 +266,17 @@ def compare_constants(model: keras.Model) -> None:
     agree(cluster.exchange(), lambda: constants, "the model's constants", CONSTANTS_REMEDY, show=difference)
 
 
-def _digest_of(value: np.ndarray | tf.Tensor) -> bytes:
-    array = np.ascontiguousarray(value)
-    data = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
-    kind = xxhash.xxh3_128_digest(f"{array.dtype.name}{array.shape}".encode())
-    return kind + xxhash.xxh3_128_digest(data)
+def digest_of_array(value: np.ndarray | tf.Tensor | tf.Variable) -> str:
+    """Return a digest of an array's dtype, shape and values."""
+    array = np.asarray(value)
+    data = repr(array.tolist()).encode() if array.dtype.hasobject else np.ascontiguousarray(array).tobytes()
+    return f"{array.dtype.name}{array.shape}{xxhash.xxh3_128_hexdigest(data)}"
+
+
+def vocabulary_of(layer: keras.layers.Layer) -> str:
+    """Return the vocabulary of a layer that looks up words or numbers; "" for other layers."""
+    lookups = (keras.layers.StringLookup, keras.layers.IntegerLookup, keras.layers.TextVectorization)
+    return repr(layer.get_vocabulary()) if isinstance(layer, lookups) else ""
 
 
 def digests_of(state: Sequence[StateVariable]) -> list[tuple[str, bytes]]:
