@@ -22,7 +22,7 @@ from hvdkit.collectives.digests import digest
 from hvdkit.collectives.ops import ReduceOp
 from hvdkit.collectives.tensors import grouped_allreduce
 from hvdkit.collectives.weak_registry import WeakRegistry
-from hvdkit.errors import CollectiveMismatchError, describe, see
+from hvdkit.errors import CollectiveMismatchError, describe, listed, see
 from hvdkit.sharding.shards import AnyVariable, differs_by_rank, holding_of
 from hvdkit.sharding.variables import variable_name
 
@@ -304,8 +304,7 @@ def compare_state(ranks: Sequence[list[tuple[str, bytes]]], numbers: Sequence[in
         names = ["a different number of variables"]
     else:
         names = [pairs[usual][0] for pairs in zip(*ranks, strict=True) if len({value for _, value in pairs}) > 1]
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    got = f"different values of {', '.join(names[:_NAMES_SHOWN])}{more} on rank {numbers[odd]}"
+    got = f"different values of {listed(names, _NAMES_SHOWN)} on rank {numbers[odd]}"
     expected = f"those of rank {numbers[usual]}: a layer or train_step updates them from each rank's own rows"
     raise CollectiveMismatchError(describe("model", got, expected, f"{remedy}{_REMEDY}"))
 

@@ -44,7 +44,7 @@ from hvdkit.watchdog.lines import Lines
 from hvdkit.watchdog.member import Member, broadcast
 from hvdkit.watchdog.settings import WatchdogSettings
 from hvdkit.watchdog.silent_ranks import LostRanks, SilentRanks
-from hvdkit.watchdog.verdict import PREEMPTED, Alive, Blame, Judged, Lost, RankEvent, Verdict, verdict
+from hvdkit.watchdog.verdict import PREEMPTED, Alive, Blame, Judged, Lost, RankEvent, Verdict, is_failure, verdict
 from hvdkit.watchdog.waits import Waits
 
 # Seconds to collect failures before a verdict: nearly simultaneous ones are compared to find the first.
@@ -392,23 +392,15 @@ class Coordinator:
         for member in self._lost.of_lost_hosts():
             self._blame_lost(member)
         verdict = self.judge()
-        if verdict.code == 0 or (
-            verdict.rank is None and not any(map(self._is_failure, chain.from_iterable(self._events.values())))
-        ):
+        have_left = {rank for rank, member in self.members.items() if member.script_ended_at is not None}
+        events = chain.from_iterable(self._events.values())
+        if verdict.code == 0 or (verdict.rank is None and not any(is_failure(each, have_left) for each in events)):
             return
         self.verdict = verdict
         if self._metrics is not None:
             self._metrics.fail(verdict)
         self._give_up_at = now + self.settings.unwind + _REPORT_END_SECONDS
         self._end.begin(verdict)
-
-    def _is_failure(self, rank_event: RankEvent) -> bool:
-        """Return True for an event that must end the job even if it is unknown which rank failed first."""
-        event = rank_event.event
-        member = self.members[rank_event.rank]
-        if isinstance(event, Exited):  # after the script's end, an unknown exit code does not count as a failure
-            return event.code != 0 and (event.code is not None or member.script_ended_at is None)
-        return not rank_event.ordered and isinstance(event, (Failed, Lost))
 
     @property
     def flight(self) -> str:
