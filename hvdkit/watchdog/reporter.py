@@ -39,8 +39,8 @@ from hvdkit.watchdog.lines import flush_streams
 from hvdkit.watchdog.metrics_server import METRICS, address_from_environment, url_of
 from hvdkit.watchdog.sentinel_start import inherited_socket, listen_for_ranks, resume_if_stopped, start_sentinel
 from hvdkit.watchdog.settings import EXIT, WatchdogSettings, seconds
+from hvdkit.watchdog.tracebacks import ended_a_step, left_a_loop, raised, with_cause_first
 from hvdkit.watchdog.training_thread import TrainingThread
-from hvdkit.watchdog.uncaught import UncaughtErrors, ended_a_step, left_a_loop, raised, with_cause_first
 
 _LOGGER = logging.getLogger("hvdkit")
 # Seconds to wait for the coordinator's answer before this rank reports its failure itself.
@@ -56,7 +56,6 @@ class Reporter:
 
     Attributes:
         pid: PID of this process, to distinguish forked children, which are not ranks.
-        uncaught: reports uncaught exceptions.
         doing: what this rank does while others wait for it, for reports; "" if unknown.
         problem: why rank 0 cannot serve metrics, to be raised on all ranks, or None.
     """
@@ -64,7 +63,6 @@ class Reporter:
     def __init__(self, recorder: FlightRecorder) -> None:
         self.recorder = recorder
         self.pid = os.getpid()
-        self.uncaught = UncaughtErrors(recorder, self.fail)
         self.doing = ""
         self.problem: ValueError | None = None
         self._metrics_listener: socket.socket | None = None
@@ -357,23 +355,21 @@ class Reporter:
 
     # ---- the end ----------------------------------------------------------------------------------------------
 
-    def fail(self, failed: Failed, *, waits: bool = True) -> bool:
-        """Report a failure, and wait a limited time for the coordinator's answer unless ``waits`` is False.
+    def fail(self, failed: Failed) -> bool:
+        """Report a failure, and wait a limited time for the coordinator's answer.
 
         Returns:
             False if this rank has no sentinel that could report it.
         """
         if not self.is_watched or not (self._under_run or self._connect is not None):
             return False
-        self.send(replace(failed, busy=self.reason))
-        if waits:
-            self._answered.wait(_ANSWER_SECONDS)
+        self.send(failed)
+        self._answered.wait(_ANSWER_SECONDS)
         return True
 
     def remove(self) -> None:
-        """Stop reporting failures, and do not replace the sentinel."""
+        """Do not replace the sentinel any more."""
         self._closed = True
-        self.uncaught.remove()
 
     def leave(self, *, keeps_horovod: bool) -> None:
         """Report that this rank's script has ended.
