@@ -190,9 +190,7 @@ class Coordinator:
         member = Member(joined, send, now, peer)
         before = self.members.get(joined.rank)
         if before is not None:
-            member.is_training = before.is_training
-            member.status = before.status
-            member.pid = before.pid
+            member.continue_from(before)
         self.members[joined.rank] = self._running[joined.rank] = member
         self._lost.discard(joined.rank)
         if self._metrics is not None:
@@ -301,8 +299,7 @@ class Coordinator:
     def _give_up(self, member: Member, now: float) -> None:
         """Close the connection to a sentinel that does not answer."""
         self._lose(member, now, is_silent=True)
-        if member.peer is not None:
-            member.peer.connection.close()
+        member.disconnect()
 
     def _record(self, member: Member, event: Message, at: float, *, ordered: bool = False) -> None:
         ordered = ordered or self.stop_requested or self.verdict is not None
@@ -420,8 +417,7 @@ class Coordinator:
         """Stop listening, and close all connections. Sentinels of ``hvdkit run`` then end their programs."""
         self.server.close()
         for member in self.members.values():
-            if member.peer is not None:
-                member.peer.connection.close()
+            member.disconnect()
 
     @property
     def launcher_waits(self) -> bool:

@@ -258,15 +258,14 @@ class Reporter:
             self.recorder.sampler()
             self.recorder.set_in_graph(self._thread.is_in_graph)
             caught = self._thread.exception
-            if caught is not None and not hasattr(caught, _REPORTED) and self._has_ended_steps(caught):
-                self.note_raised(caught)
+            if caught is not None and not hasattr(caught, _REPORTED):
+                # The program handles it, and has ended a step or a loop of steps.
+                has_ended = ended_a_step(caught, self.recorder.graphs) or left_a_loop(caught, self.recorder.callers)
+                if has_ended:
+                    self.note_raised(caught)
         except Exception as error:  # must not end the rank
             _LOGGER.warning("flight recorder: rank %d stops recording collectives in graphs: %s", self._rank, error)
             self.recorder.sampler = lambda: None
-
-    def _has_ended_steps(self, error: BaseException) -> bool:
-        """Return True if an exception that the program handles has ended a step, or a loop of steps."""
-        return ended_a_step(error, self.recorder.graphs) or left_a_loop(error, self.recorder.callers)
 
     def explained(self, error: Exception) -> Exception:
         """Return an error to raise instead of ``error``, with a message that begins with what went wrong, and where.
