@@ -43,11 +43,7 @@ def check_output(option: str, path: Path) -> None:
 
 
 def read_text(option: str, path: Path) -> str:
-    """Return the text of a file that an option names.
-
-    Raises:
-        ValueError: the file cannot be read, or is not text.
-    """
+    """Return the text of a file that an option names. Raises ValueError if it cannot be read, or is not text."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -56,17 +52,9 @@ def read_text(option: str, path: Path) -> str:
 
 
 def check_minimum(config: object, minimum: Mapping[str, float]) -> None:
-    """Check the numbers of a config.
-
-    Args:
-        config: a dataclass.
-        minimum: of each number, by the name of its field.
-
-    Raises:
-        ValueError: a number is smaller, or NaN.
-    """
+    """Raise ValueError if a number of a config is less than its minimum, by the name of its field, or NaN."""
     for name, least in minimum.items():
         value = getattr(config, name)
-        if value is not None and not value >= least:  # also rejects NaN
+        if value is not None and not value >= least:
             option = "-np" if name == "np" else f"--{name.replace('_', '-')}"
             raise ValueError(describe(option, value, f"at least {least}", "pass another number"))

@@ -15,7 +15,7 @@ with ``fitting.py``; the other two calls follow the same steps:
     moved_weights.py    finds steps that move weights, keep sums, or read state, by one rank's rows
     keras_callbacks.py  runs the user's callbacks, and compares their decisions between ranks
     metric_combiner.py  from the ranks' metric states to the logs of one process
-    rank_functions.py   compares what the ranks' models compute for the same rows, which first_rows.py keeps
+    rank_functions.py   compares what the ranks' models compute for the same rows
     coupled_rows.py     finds models whose output for a row depends on the other rows of its batch
     checking/           compares steps of all ranks with those of one process
 

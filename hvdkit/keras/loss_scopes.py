@@ -28,7 +28,7 @@ from hvdkit.collectives.conversion import untracked_variable
 from hvdkit.collectives.graphs import function_graph
 from hvdkit.collectives.refusal import refusing_collectives
 from hvdkit.errors import HvdkitError, describe, see
-from hvdkit.keras.first_rows import store_once
+from hvdkit.keras.rank_functions import store_once
 from hvdkit.keras.source_checks import is_of_keras
 
 LossScope = Literal["auto", "rows", "batch"]

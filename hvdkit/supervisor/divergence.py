@@ -42,7 +42,6 @@ class DivergenceDetector:
         variables: TensorFlow or Keras variables, the same list on every rank; or a function that returns them, for
             optimizers that create their slots later.
         every: steps between comparisons.
-        compares_first: also compare at the first check.
 
     Raises:
         ValueError: ``every`` is not an integer >= 1.
@@ -55,19 +54,12 @@ class DivergenceDetector:
             detector.check(step)
     """
 
-    def __init__(
-        self,
-        variables: Iterable[AnyVariable] | Callable[[], Iterable[AnyVariable]],
-        *,
-        every: int,
-        compares_first: bool = False,
-    ) -> None:
+    def __init__(self, variables: Iterable[AnyVariable] | Callable[[], Iterable[AnyVariable]], *, every: int) -> None:
         if not isinstance(every, int) or every < 1:
             raise ValueError(describe("every", every, "a number of steps >= 1", "pass e.g. 500"))
         self.every = every
         self._variables = variables if callable(variables) else list(variables)
         self._checked = 0
-        self._is_due = compares_first
         self._equal: int | None = None
 
     def check(self, step: int) -> None:
@@ -80,8 +72,7 @@ class DivergenceDetector:
             CollectiveMismatchError: variables differ; raised on every rank. The message names the rank, the first
                 variable, the step, and the last step at which all were equal.
         """
-        if self._is_due or crosses(self.every, self._checked, step):
-            self._is_due = False
+        if crosses(self.every, self._checked, step):
             self._checked = step
             self.compare(step)
 

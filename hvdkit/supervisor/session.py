@@ -161,12 +161,13 @@ class Supervisor:
         )
         self._summaries = SessionSummaries(self.logdir / "summaries", self._position, summary_steps)
         self._gather = gather
-        compared = lambda: replicated(model, self._optimizer)  # noqa: E731
-        self._detector = DivergenceDetector(compared, every=check_steps, compares_first=True) if check_steps else None
+        self._detector = (
+            DivergenceDetector(lambda: replicated(model, self._optimizer), every=check_steps) if check_steps else None
+        )
         self._agreements = Agreements(
             self._saver, self._begin_save, save_model_secs=save_model_secs, stop_on_nonfinite=stop_on_nonfinite
         )
-        self._open = False
+        self._open = self._has_compared = False
         self._is_reported_by_fit = False
         self.trained: RunSummary | None = None
         self._start = RunStart(step=0)
@@ -323,6 +324,9 @@ class Supervisor:
         self._agreements.loss = scalars.get("loss")
         self._summaries.write_means(before, scalars)
         if self._detector is not None:
+            if not self._has_compared:
+                self._has_compared = True
+                self._detector.compare(now)
             self._detector.check(now)
         if (saves := crosses(self._save_steps, before, now)) or self._agreements.pace.due(now):
             self._agreements.agree(now, saves=saves)

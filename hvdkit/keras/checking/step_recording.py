@@ -21,8 +21,8 @@ from hvdkit import cluster
 from hvdkit.collectives.graphs import TRUE_AT_RUN_TIME
 from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.keras.checking.step_records import RECORD_VARIABLE, RecordedArray, Recording, StepRecord
-from hvdkit.keras.first_rows import FirstRows
 from hvdkit.keras.model_optimizers import all_optimizers
+from hvdkit.keras.rank_functions import FirstRows
 from hvdkit.keras.rank_state import untracked_variables
 from hvdkit.keras.unchanged_models import in_inference, is_augmentation
 from hvdkit.sharding.shards import holding_of, is_seed_state
