@@ -14,7 +14,6 @@ from hvdkit.errors import describe
 from hvdkit.optimizer.equal_ranks import slots_of
 from hvdkit.sharding.shards import AnyVariable, differs_by_rank
 from hvdkit.sharding.variables import variable_name
-from hvdkit.supervisor.pace import crosses
 
 if TYPE_CHECKING:
     import keras
@@ -72,9 +71,10 @@ class DivergenceDetector:
             CollectiveMismatchError: variables differ; raised on every rank. The message names the rank, the first
                 variable, the step, and the last step at which all were equal.
         """
-        if crosses(self.every, self._checked, step):
-            self._checked = step
-            self.compare(step)
+        if step // self.every <= self._checked // self.every:
+            return
+        self._checked = step
+        self.compare(step)
 
     def compare(self, step: int) -> None:
         """Compare the variables now. Args and Raises as for :meth:`check`."""

@@ -322,7 +322,8 @@ class Supervisor:
         now = self._position.step
         progress().at_step(now)
         self._agreements.loss = scalars.get("loss")
-        self._summaries.write_means(before, scalars)
+        if scalars and crosses(self._summaries.every, before, now):
+            self._summaries.write_means(scalars)
         if self._detector is not None:
             if not self._has_compared:
                 self._has_compared = True

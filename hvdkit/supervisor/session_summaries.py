@@ -11,7 +11,6 @@ import numpy.typing as npt
 from hvdkit import cluster
 from hvdkit.checkpoint.files import RunPath
 from hvdkit.supervisor.messages import agree_on_scalars
-from hvdkit.supervisor.pace import crosses
 from hvdkit.supervisor.saved_state import Position, to_float
 from hvdkit.supervisor.store_summaries import open_summaries
 from hvdkit.supervisor.summaries import Summaries
@@ -24,12 +23,15 @@ class SessionSummaries:
         folder: the folder of event files.
         position: has the step.
         every: steps between writes of means over ranks; None to disable.
+
+    Attributes:
+        every: as passed.
     """
 
     def __init__(self, folder: RunPath, position: Position, every: int | None) -> None:
         self._folder = folder
         self._position = position
-        self._every = every
+        self.every = every
         self._writer: Summaries | None = None
 
     def open(self) -> None:
@@ -52,10 +54,8 @@ class SessionSummaries:
         if self._writer is not None:
             self._writer.image(self._position.step, name, images)
 
-    def write_means(self, before: int, scalars: Mapping[str, Any]) -> None:
-        """Write the means of scalars over ranks if a write is due after step ``before``. Every rank calls it."""
-        if not scalars or not crosses(self._every, before, self._position.step):
-            return
+    def write_means(self, scalars: Mapping[str, Any]) -> None:
+        """Write the means of scalars over ranks. Every rank calls it."""
         ranks = agree_on_scalars(lambda: {name: to_float(name, value) for name, value in scalars.items()})
         self.scalars(**{name: math.fsum(values[name] for values in ranks) / len(ranks) for name in scalars})
 
