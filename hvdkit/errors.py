@@ -11,6 +11,7 @@ checks an argument. Text from files in messages is written with escapes (:func:`
 from __future__ import annotations
 
 import numbers
+from collections.abc import Sequence
 
 
 class HvdkitError(RuntimeError):
@@ -208,6 +209,18 @@ def counted(number: int, noun: str) -> str:
         ('1 rank', '2,048 ranks')
     """
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def listed(items: Sequence[object], most: int, *, separator: str = ", ") -> str:
+    """Return the first of some things, and how many more there are.
+
+    Example:
+        >>> listed(["a", "b", "c"], 2), listed([1, 2], 2), listed(["x", "y"], 1, separator="; ")
+        ('a, b and 1 more', '1, 2', 'x; and 1 more')
+    """
+    shown = separator.join(map(str, items[:most]))
+    more = len(items) - most
+    return f"{shown}{separator.rstrip(', ')} and {more} more" if more > 0 else shown
 
 
 def printable(text: object, *, keep: str = "") -> str:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, NoReturn, TypeVar, cast
 
 from hvdkit.cluster.exchange import ObjectExchange
-from hvdkit.errors import CollectiveMismatchError, HvdkitError, describe
+from hvdkit.errors import CollectiveMismatchError, HvdkitError, describe, listed
 from hvdkit.watchdog.uncaught import blame_another_rank
 
 T = TypeVar("T")
@@ -287,9 +287,7 @@ def _listed(ranks: Sequence[int]) -> str:
         return f"{ranks[0]}"
     if len(ranks) == 2:
         return f"{ranks[0]} (rank {ranks[1]} also differs)"
-    shown = ", ".join(map(str, ranks[1 : 1 + _MAX_RANKS_SHOWN]))
-    more = f" and {len(ranks) - 1 - _MAX_RANKS_SHOWN} more" * (len(ranks) > 1 + _MAX_RANKS_SHOWN)
-    return f"{ranks[0]} (ranks {shown}{more} also differ)"
+    return f"{ranks[0]} (ranks {listed(ranks[1:], _MAX_RANKS_SHOWN)} also differ)"
 
 
 def _contribution(sent: object) -> object:

@@ -27,6 +27,7 @@ from hvdkit.machine.launcher import launched_rank
 from hvdkit.profiling.settings import ProfileSettings
 from hvdkit.watchdog.ending import EngineEnd, ending
 from hvdkit.watchdog.reporter import reporter
+from hvdkit.watchdog.uncaught import uncaught_errors
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -144,10 +145,10 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
     end_horovod = EngineEnd(hvd.shutdown)
     if size > 1:
         abort = None if communicator is None else communicator.Abort
-        watchdog.uncaught.install(rank, end_horovod, abort)
+        uncaught_errors().install(rank, end_horovod, abort)
         atexit.register(_leave)  # after Horovod has registered its handler, so that this one runs first
     else:
-        watchdog.uncaught.install_alone()
+        uncaught_errors().install_alone()
     devices.select_gpu(hvd.local_rank(), hvd.local_size())
     masks = _local_affinities(exchange, hvd.local_size())
     devices.set_threads(masks)
@@ -404,6 +405,7 @@ def shutdown() -> None:
             progress().end_profile(finish=True)
             atexit.unregister(_leave)
             reporter().leave_world(keeps_horovod=bool(_world.process_sets))
+            uncaught_errors().remove()
             _world.exchange.close()
             _world.end_horovod()
             _world = None
@@ -431,6 +433,7 @@ def _leave() -> None:
     reporter().await_others()
     reporter().note_exit("handlers of atexit, or the interpreter and MPI, have been ending", is_bounded=False)
     reporter().remove()
+    uncaught_errors().remove()
     _world = None
 
 

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from hvdkit.commands.options import output_errors
-from hvdkit.errors import describe, printable
+from hvdkit.commands.options import output_errors, read_text
+from hvdkit.errors import describe, listed, printable
 from hvdkit.watchdog.flight_file import FlightFile, read
 from hvdkit.watchdog.flight_recorder import CollectiveRecord
 
@@ -43,11 +43,9 @@ class FlightConfig:
 
 def flight(config: FlightConfig) -> str:
     """Return the text; also write the trace, if requested."""
+    text = read_text("FILE", config.file)
     try:
-        file = read(config.file.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise ValueError(describe("FILE", f"{config.file} ({reason})", "a readable file", "check its path")) from None
+        file = read(text)
     except ValueError as error:
         remedy = "pass the path that the job's last lines name"
         raise ValueError(describe("FILE", f"{config.file} ({error})", "a flight recorder's file", remedy)) from None
@@ -112,9 +110,7 @@ def _last_collective(rank: int, records: Sequence[CollectiveRecord], ended: floa
 
 
 def _ranks(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:_MAX_NAMED]))
-    more = f" and {len(numbers) - _MAX_NAMED} more" if len(numbers) > _MAX_NAMED else ""
-    return f"rank {shown}" if len(numbers) == 1 else f"ranks {shown}{more}"
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {listed(numbers, _MAX_NAMED)}"
 
 
 def timeline(file: FlightFile) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -40,3 +40,21 @@ def check_output(option: str, path: Path) -> None:
             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
         if not os.access(target, os.W_OK):
             raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def read_text(option: str, path: Path) -> str:
+    """Return the text of a file that an option names. Raises ValueError if it cannot be read, or is not text."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise ValueError(describe(option, f"{path} ({why})", "a readable file", "check its path")) from None
+
+
+def check_minimum(config: object, minimum: Mapping[str, float]) -> None:
+    """Raise ValueError if a number of a config is less than its minimum, by the name of its field, or NaN."""
+    for name, least in minimum.items():
+        value = getattr(config, name)
+        if value is not None and not value >= least:
+            option = "-np" if name == "np" else f"--{name.replace('_', '-')}"
+            raise ValueError(describe(option, value, f"at least {least}", "pass another number"))

@@ -22,7 +22,7 @@ from hvdkit.collectives.conversion import graph_safe
 from hvdkit.compiling.programs import CompiledGraph, Program, first_line, structures_of
 from hvdkit.compiling.settings import mode
 from hvdkit.compiling.uncompiled_step import compare_modes, create_now, has_exchange, kind_of_agreement, uncompiled
-from hvdkit.errors import describe
+from hvdkit.errors import describe, listed
 
 Step = TypeVar("Step", bound=Callable[..., Any])
 MOST_SIGNATURES = 8
@@ -388,8 +388,7 @@ class _Graph:
 
 def _shown(reasons: Sequence[str]) -> str:
     """Return the first reasons, for a log line."""
-    more = len(reasons) - _MOST_SHOWN
-    return "; ".join(reasons[:_MOST_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+    return listed(reasons, _MOST_SHOWN, separator="; ")
 
 
 def _without_tensors(structure: Any) -> Any:

@@ -12,10 +12,10 @@ with ``fitting.py``; the other two calls follow the same steps:
     train_steps.py      the model's own step, run on a share
     losses.py           losses of the global batch: loss_scopes.py finds out which are means of their rows, and
                         step_scopes.py how the gradients of a model's own step combine
-    moved_weights.py    finds steps that move weights, or keep sums, by gradients of one rank's rows
+    moved_weights.py    finds steps that move weights, keep sums, or read state, by one rank's rows
     keras_callbacks.py  runs the user's callbacks, and compares their decisions between ranks
     metric_combiner.py  from the ranks' metric states to the logs of one process
-    rank_functions.py   compares what the ranks' models compute; function_comparison.py says when
+    rank_functions.py   compares what the ranks' models compute for the same rows
     coupled_rows.py     finds models whose output for a row depends on the other rows of its batch
     checking/           compares steps of all ranks with those of one process
 

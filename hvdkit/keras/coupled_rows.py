@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +13,10 @@ import numpy as np
 import tensorflow as tf
 from keras import tree
 
-from hvdkit.collectives.refusal import refusing_collectives
 from hvdkit.errors import HvdkitError, describe, see
-from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.keras.shares import number_of_rows, slice_tensor
 from hvdkit.keras.source_checks import is_of_library
-from hvdkit.keras.unchanged_models import random_layers_in_inference, values_of
+from hvdkit.keras.unchanged_models import random_layers_in_inference, trying_calls, values_of
 from hvdkit.sharding.shards import holding_of
 
 _TOLERANCE = 1e-4  # of the largest magnitude
@@ -46,13 +43,7 @@ def couples_rows(model: Any, rows: Any, *, trains: bool) -> str:
         return ""
     own = [layer for layer in layers if not is_of_library(type(layer))]
     # A model may call a collective, or have a layer for training only.
-    with contextlib.ExitStack() as stack, contextlib.suppress(Exception):
-        for layer in layers:
-            if isinstance(layer, keras.layers.RNN):
-                stack.enter_context(swap_attributes(layer, call=in_graph(layer.call)))
-        stack.enter_context(refusing_collectives())
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
+    with trying_calls(layers), contextlib.ExitStack() as stack:
         if _changes(functools.partial(model, training=False), rows, number):
             return "in inference"
         if trains and any("training" in inspect.signature(layer.call).parameters for layer in own):
@@ -90,15 +81,6 @@ def refuse_coupled_rows(model: Any, when: str) -> None:
         "hk.gather_rows of what is compared; or pass loss_scope='rows' to hk.fit if each rank may use its own rows"
     )
     raise HvdkitError(describe("model", got, expected, f"{remedy}; {see('pitfalls#layers-that-compare-rows')}"))
-
-
-def in_graph(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a call in a graph, in which a loop over time steps is much faster than in eager mode."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return tf.function(lambda: call(*args, **kwargs), autograph=False)()
-
-    return run
 
 
 def _number_of_rows(rows: Any) -> int:

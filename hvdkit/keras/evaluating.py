@@ -63,22 +63,7 @@ def evaluate(
     check_all_ranks_call("hk.evaluate")
     del arguments["model"]
     if has_own(model, "evaluate"):
-        return call_own(model, "evaluate", _evaluate, evaluate, arguments)
-    return _evaluate(model, **arguments)
-
-
-def _evaluate(
-    model: keras.Model,
-    x: Any = None,
-    y: Any = None,
-    batch_size: int | None = None,
-    verbose: int | str = "auto",
-    sample_weight: Any = None,
-    steps: int | None = None,
-    callbacks: Any = None,
-    return_dict: bool = False,
-) -> Any:
-    """Evaluate a model with Keras's own ``evaluate``, on this rank's shares."""
+        return call_own(model, "evaluate", evaluate, arguments)
 
     def build() -> DataPair:
         check_model(model)
@@ -91,6 +76,7 @@ def _evaluate(
     session = FitSession.of(model, may_be_empty=shares.may_be_empty, may_gather=not shares.has_whole_tensors)
     with session.running(shares):
         callback_list = CallbackList(callbacks, session, shares, verbose=verbose, epochs=1, steps=steps, trains=False)
-        return keras_method(model, "evaluate")(
+        result: float | list[float] | dict[str, float] = keras_method(model, "evaluate")(
             shares, verbose=verbose, steps=steps, callbacks=callback_list, return_dict=return_dict
         )
+        return result

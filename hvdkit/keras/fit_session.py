@@ -20,7 +20,6 @@ from hvdkit.keras.attribute_swap import exchange_attributes, swap_attributes
 from hvdkit.keras.chief_variables import VariableBroadcaster, build_before_tracing
 from hvdkit.keras.compiled_functions import jit_mode, makers_of, uses_whole_step
 from hvdkit.keras.data_end import report_end_of_data
-from hvdkit.keras.function_comparison import FunctionComparison
 from hvdkit.keras.losses import check_loss
 from hvdkit.keras.metric_checks import MetricChecks
 from hvdkit.keras.metric_combiner import MetricCombiner
@@ -32,6 +31,7 @@ from hvdkit.keras.model_optimizers import (
     plain_optimizers_of,
 )
 from hvdkit.keras.own_methods import as_plain
+from hvdkit.keras.rank_functions import FunctionComparison
 from hvdkit.keras.rank_seeds import rank_seeds
 from hvdkit.keras.rank_state import compare_constants, compare_state, digests_of, state_of
 from hvdkit.keras.shares import Shares

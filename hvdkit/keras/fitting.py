@@ -50,6 +50,7 @@ _COMPARED = (
 
 
 @outside_strategy()
+@patched_on_chief("fit")
 def fit(
     model: keras.Model,
     x: Any = None,
@@ -138,60 +139,9 @@ def fit(
     arguments = dict(locals())
     check_all_ranks_call("hk.fit")
     del arguments["model"], arguments["logdir"], arguments["loss_scope"]
-    with patched_on_chief("fit"):
-        if has_own(model, "fit"):
-            return _call_own_fit(model, arguments, logdir, loss_scope)
-        return _fit(model, **arguments, logdir=logdir, loss_scope=loss_scope)
-
-
-def _call_own_fit(
-    model: keras.Model, arguments: dict[str, Any], logdir: str | RunPath | None, loss_scope: LossScope
-) -> keras.callbacks.History:
-    """Call the ``fit`` of the model's class, or on the chief what a tracker's autolog has put in its place."""
-    is_autolog = cluster.size() > 1 and is_patched("fit") and type(model).fit is keras.Model.fit
-    known = tree.flatten(arguments["callbacks"] or [])
-    calls = 0
-
-    def run(model: keras.Model, **passed: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if logdir is not None and calls > 1:
-            got = f"one folder, and {type(model).__name__}.fit, which calls super().fit several times"
-            remedy = "leave it out, and pass a SupervisorCallback with its own folder to each"
-            raise ValueError(describe("logdir", got, "a folder for each training", remedy))
-        for callback in tree.flatten(passed.get("callbacks") or []) if is_autolog else ():
-            if not any(callback is each for each in known):
-                mark_on_chief(callback)
-        return _fit(model, **passed, logdir=logdir, loss_scope=loss_scope)
-
-    history: keras.callbacks.History = call_own(model, "fit", run, fit, arguments)
-    return history
-
-
-def _fit(
-    model: keras.Model,
-    x: Any = None,
-    y: Any = None,
-    batch_size: int | None = None,
-    epochs: int = 1,
-    verbose: int | str = "auto",
-    callbacks: Any = None,
-    validation_split: float = 0.0,
-    validation_data: Any = None,
-    shuffle: bool | str = True,
-    class_weight: dict[int, float] | None = None,
-    sample_weight: Any = None,
-    initial_epoch: int = 0,
-    steps_per_epoch: int | None = None,
-    validation_steps: int | None = None,
-    validation_batch_size: int | None = None,
-    validation_freq: int | Sequence[int] = 1,
-    *,
-    logdir: str | RunPath | None = None,
-    loss_scope: LossScope = "auto",
-) -> keras.callbacks.History:
-    """Train a model with Keras's own ``fit``, on this rank's shares."""
-    call = _call_text(model, locals())
+    if has_own(model, "fit"):
+        return _call_own_fit(model, arguments, logdir, loss_scope)
+    call = _call_text(model, {**arguments, "loss_scope": loss_scope})
     validation_arguments: dict[str, Any] = {}
 
     def build() -> DataPair:
@@ -230,13 +180,13 @@ def _fit(
 
     shares, validation_shares = prepare_data(call, build)
     recorder = StepRecorder.from_environment()
-    callbacks = tree.flatten(callbacks or [])
+    callback_objects = tree.flatten(callbacks or [])
     if recorder is not None:  # this program is checked: it ends after some steps, and writes no files
         logdir = None
-        callbacks = [recorder, *(each for each in callbacks if not (_saves(each) or is_on_chief(each)))]
-    is_saved = logdir is not None or any(map(_saves, callbacks))
+        callback_objects = [recorder, *(each for each in callback_objects if not (_saves(each) or is_on_chief(each)))]
+    is_saved = logdir is not None or any(map(_saves, callback_objects))
     if logdir is not None:
-        callbacks = [SupervisorCallback(logdir, save_epochs=True), *callbacks]
+        callback_objects = [SupervisorCallback(logdir, save_epochs=True), *callback_objects]
     data = [each for each in (shares, validation_shares) if each is not None]
     with contextlib.ExitStack() as stack:
         if not is_saved:
@@ -256,7 +206,7 @@ def _fit(
         stack.enter_context(session.running(shares, validation_shares))
         stack.enter_context(_validating_by(model, validation_arguments))
         callback_list = CallbackList(
-            callbacks, session, shares, validation_shares, verbose=verbose, epochs=epochs, steps=steps_per_epoch
+            callback_objects, session, shares, validation_shares, verbose=verbose, epochs=epochs, steps=steps_per_epoch
         )
         began = time.monotonic()
         history = keras_method(model, "fit")(
@@ -273,6 +223,30 @@ def _fit(
         if cluster.is_chief() and recorder is None:
             _report_end(callback_list, time.monotonic() - began, epochs, history, shares.mean_batch_size)
         return history
+
+
+def _call_own_fit(
+    model: keras.Model, arguments: dict[str, Any], logdir: str | RunPath | None, loss_scope: LossScope
+) -> keras.callbacks.History:
+    """Call the ``fit`` of the model's class, or on the chief what a tracker's autolog has put in its place."""
+    is_autolog = cluster.size() > 1 and is_patched("fit") and type(model).fit is keras.Model.fit
+    known = tree.flatten(arguments["callbacks"] or [])
+    calls = 0
+
+    def run(model: keras.Model, **passed: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if logdir is not None and calls > 1:
+            got = f"one folder, and {type(model).__name__}.fit, which calls super().fit several times"
+            remedy = "leave it out, and pass a SupervisorCallback with its own folder to each"
+            raise ValueError(describe("logdir", got, "a folder for each training", remedy))
+        for callback in tree.flatten(passed.get("callbacks") or []) if is_autolog else ():
+            if not any(callback is each for each in known):
+                mark_on_chief(callback)
+        return fit(model, **passed, logdir=logdir, loss_scope=loss_scope)
+
+    history: keras.callbacks.History = call_own(model, "fit", fit, arguments, run)
+    return history
 
 
 def _call_text(model: keras.Model, arguments: Mapping[str, Any]) -> str:

@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-import keras
 import numpy as np
 import tensorflow as tf
 from keras import tree
@@ -30,7 +28,8 @@ from hvdkit.collectives.conversion import untracked_variable
 from hvdkit.collectives.graphs import function_graph
 from hvdkit.collectives.refusal import refusing_collectives
 from hvdkit.errors import HvdkitError, describe, see
-from hvdkit.keras.attribute_swap import swap_attributes
+from hvdkit.keras.rank_functions import store_once
+from hvdkit.keras.source_checks import is_of_keras
 
 LossScope = Literal["auto", "rows", "batch"]
 Values = Callable[[Any, Any], Any]
@@ -115,8 +114,8 @@ class LossScopes:
         if not self.may_gather:
             return ROWS
         function = getattr(loss, "fn", loss)
-        is_of_keras = _is_of_keras(function) and _is_of_keras(type(loss).call)
-        is_known = is_of_keras and getattr(function, "__name__", "") not in _COUPLED
+        is_own = not is_of_keras(function) or not is_of_keras(type(loss).call)
+        is_known = not is_own and getattr(function, "__name__", "") not in _COUPLED
         if is_known and _has_value_per_row(call, y_true, y_pred):
             return ROWS
         if call is loss and sample_weight is not None:
@@ -135,32 +134,6 @@ class LossScopes:
     def stands_in_for(self, scope: int | _Function) -> bool:
         """Return True if a loss of this scope is replaced now."""
         return self._stands_in and int(scope.scope if isinstance(scope, _Function) else scope) != ROWS
-
-    @contextlib.contextmanager
-    def deciding_for_metrics(self, metrics: Any, on_batch: Callable[[Values, Any, Any], Any]) -> Iterator[None]:
-        """Compute the functions among Keras's compiled ``metrics`` by their scopes in this context.
-
-        Args:
-            metrics: Keras's container, or None.
-            on_batch: computes a function on gathered rows.
-        """
-        with contextlib.ExitStack() as stack:
-
-            def install() -> None:
-                for metric in metrics.metrics:
-                    if type(metric) is keras.metrics.MeanMetricWrapper and not _is_of_keras(metric._fn):
-                        stack.enter_context(swap_attributes(metric, _fn=self._decided(metric, metric._fn, on_batch)))
-
-            def build(*args: Any, **kwargs: Any) -> None:
-                original_build(*args, **kwargs)
-                install()
-
-            if metrics is not None:
-                install()  # none before it is built
-                if not metrics.built:
-                    original_build = metrics.build
-                    stack.enter_context(swap_attributes(metrics, build=build))
-            yield
 
     def of_update(self, metric: Any, growth: Callable[[Any], list[np.ndarray]], rows: list[Any]) -> int | _Function:
         """Return the scope of a metric's update in this step: ROWS, or a function whose scope may be unknown.
@@ -221,7 +194,15 @@ class LossScopes:
                 function.is_reported = True
                 get_logger().info(_message(function))
 
-    def _decided(self, metric: Any, function: Any, on_batch: Callable[[Values, Any, Any], Any]) -> Values:
+    def of_metric(self, metric: Any, on_batch: Callable[[Values, Any, Any], Any]) -> Values:
+        """Return the function of a metric, computed by its scope.
+
+        Args:
+            metric: averages the results of a function of labels and predictions.
+            on_batch: computes a function on gathered rows.
+        """
+        function = metric._fn
+
         def decided(y_true: Any, y_pred: Any, **options: Any) -> Any:
             def call(y_true: Any, y_pred: Any) -> Any:
                 return tf.convert_to_tensor(function(y_true, y_pred, **options))
@@ -256,30 +237,15 @@ class LossScopes:
         structures = [tree.map_structure(lambda leaf: None, y) for y in (y_true, y_pred)]
 
         def keep(number: np.ndarray, *arrays: np.ndarray) -> None:
-            copies = [array.copy() for array in arrays]
-            rows_true = tree.pack_sequence_as(structures[0], copies[:true_count])
-            rows_pred = tree.pack_sequence_as(structures[1], copies[true_count:])
+            rows_true = tree.pack_sequence_as(structures[0], list(arrays[:true_count]))
+            rows_pred = tree.pack_sequence_as(structures[1], list(arrays[true_count:]))
             function.local_bytes = sum(array.nbytes // max(1, len(array)) for array in arrays) * int(number)
             function.test = lambda: scope_of_rows(rows_true, rows_pred)
 
         stored = [tf.shape(leaves[0])[0], *(leaf[:_ROWS] for leaf in leaves)]
-        is_stored = function.is_stored
-        if tf.executing_eagerly():
-            if not bool(is_stored):
-                keep(*(leaf.numpy() for leaf in stored))
-                is_stored.assign(True)
-            return
-        function.keepers.append(keep)
-        reference = weakref.ref(keep)  # TensorFlow never frees a numpy_function
-
-        def store(*arrays: np.ndarray) -> np.bool_:
-            keeper = reference()
-            if keeper is not None:
-                keeper(*arrays)
-            return np.bool_(True)
-
-        run = lambda: tf.ensure_shape(tf.numpy_function(store, stored, tf.bool), [])  # noqa: E731
-        is_stored.assign(tf.cond(is_stored, lambda: True, run))
+        if tf.inside_function():
+            function.keepers.append(keep)
+        store_once(function.is_stored, stored, keep)
 
 
 def by_scope(scope: int | _Function, on_rows: Callable[[], tf.Tensor], on_batch: Callable[[], tf.Tensor]) -> tf.Tensor:
@@ -417,11 +383,6 @@ def _has_value_per_row(call: Values, y_true: Any, y_pred: Any) -> bool:
 def _has_movable_rows(x: Any) -> bool:
     is_number = isinstance(x, tf.Tensor) and (x.dtype.is_floating or x.dtype.is_integer or x.dtype.is_bool)
     return bool(is_number and x.shape.rank != 0)
-
-
-def _is_of_keras(function: Any) -> bool:
-    module = getattr(function, "__module__", None) or type(function).__module__
-    return str(module).startswith("keras.")
 
 
 def _message(function: _Function) -> str:

@@ -31,6 +31,7 @@ from hvdkit.errors import describe
 from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.keras.loss_scopes import LossScopes, by_scope
 from hvdkit.keras.losses import gather_nests
+from hvdkit.keras.source_checks import is_of_keras
 
 _REMEDY = "keep sums and counts in the metric's variables, as keras.metrics.Mean does, or compute it after hk.predict"
 _UNKNOWN = 0
@@ -129,7 +130,7 @@ def _passed_metrics(model: Any) -> list[Any]:
 def _custom_metrics(model: Any) -> list[Any]:
     """Return the metrics with a custom update: those of the model, and those the user passed to ``compile``."""
     metrics = {id(m): m for m in [*model.metrics, *_passed_metrics(model)]}
-    return [m for m in metrics.values() if not type(m).update_state.__module__.startswith("keras.")]
+    return [m for m in metrics.values() if not is_of_keras(type(m).update_state)]
 
 
 def _test_update(metric: Any, update: Callable[[], Any]) -> tf.Tensor:

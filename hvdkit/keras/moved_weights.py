@@ -11,6 +11,11 @@ Optimizers average gradients over ranks; a step that uses a gradient before that
 While the step is traced, each value that is assigned is followed back through the graph. It counts if it depends on the
 batch through the operations of a tape without a collective in between. Values that are read from variables do not:
 averages of weights, target networks, constraints, weights that are restored.
+
+State with a rule of ``hk.synchronize`` is combined after the step. A layer that updates a running mean and then
+subtracts it uses the mean of its rank's rows, while one process uses that of the global batch. So reads after an update
+are followed forwards, too. One counts if a collective depends on it, as that of the gradients: reads for metrics and
+logs do not. Updates that do not depend on the batch, or only through a collective, are skipped.
 """
 
 from __future__ import annotations
@@ -53,6 +58,7 @@ _LINEAR |= {"SelectV2", "EnsureShape", "UnsortedSegmentSum", "ZerosLike", "Squee
 _LINEAR |= {"StridedSlice", "Slice", "GatherV2", "ConcatV2", "Pack", "Transpose", "Sum", "Mean"}
 _PRODUCTS = {"Mul", "MulNoNan", "RealDiv", "DivNoNan"}  # linear in one factor, which is not the divisor
 _READS = {"ReadVariableOp", "Placeholder"}
+_UPDATES = {"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"}
 
 
 class _GradientUse(NamedTuple):
@@ -349,3 +355,50 @@ def _called(node: Any) -> list[str]:
     """Return the names of the functions in the attributes of a node."""
     functions = [f for attr in node.attr.values() for f in ([attr.func] if attr.HasField("func") else attr.list.func)]
     return [function.name for function in functions]
+
+
+# ---- reads after updates --------------------------------------------------------------------------------------------
+
+
+def warn_of_reads_after_update(variables: list[AnyVariable], data: Any) -> None:
+    """Warn on the chief, once, of variables that the step in the current graph reads after it has assigned to them.
+
+    Call it after the step. In eager mode it does nothing.
+
+    Args:
+        variables: those that are combined after the step.
+        data: the batch of the step.
+    """
+    if not tf.inside_function() or not cluster.is_chief():
+        return
+    graph = tf.compat.v1.get_default_graph()
+    for variable in variables:
+        handle = getattr(variable, "_value", variable).handle  # of a Keras variable, whose value may be cast
+        inside = next((placeholder for outside, placeholder in graph.captures if outside is handle), None)
+        if inside is not None and _is_used_after_update(graph, inside, data):
+            warn_once(
+                f"{variable_name(variable)}: read after its update in the same step, when it is still that of each "
+                "rank's rows; in one process it is that of the global batch: use it before the update, or update it "
+                f"from hk.allreduce of the batch's sums; {see('pitfalls#state-that-is-updated-from-the-batch')}"
+            )
+
+
+def _is_used_after_update(graph: Any, handle: tf.Tensor, data: Any) -> bool:
+    """Return True if a collective depends on a value of the variable that was read after an update by the batch."""
+    place = {op: i for i, op in enumerate(graph.get_operations())}  # in the order of the program
+    users = handle.consumers()
+    updates = [op for op in users if op.type in _UPDATES and depends_on_rows(op.inputs[1], data)]
+    if not updates:
+        return False
+    first = min(place[op] for op in updates)
+    pending = [op for op in users if op.type == "ReadVariableOp" and place[op] > first]
+    seen: set[tf.Operation] = set()
+    while pending:
+        op = pending.pop()
+        if op in seen:
+            continue
+        seen.add(op)
+        if op.type.startswith(_COLLECTIVE):
+            return True
+        pending.extend(user for output in op.outputs for user in output.consumers())
+    return False

@@ -20,6 +20,7 @@ from hvdkit import cluster
 from hvdkit.internals import TensorFlowTrainer
 
 _PLAIN_METHODS: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+_CALLED: set[tuple[int, str]] = set()  # models, by their ids, and methods, whose own method has called Keras's
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -29,10 +30,11 @@ def keras_method(model: keras.Model, name: str) -> Callable[..., Any]:
 
 
 def has_own(model: Any, name: str) -> bool:
-    """Return True if a Keras model has a method of its own instead of Keras's ``name``."""
+    """Return True if a Keras model has a method of its own instead of Keras's ``name``, and is not in it already."""
     is_keras = getattr(type(model), name, None) is getattr(TensorFlowTrainer, name)
     own = vars(model).get(name) if isinstance(model, keras.Model) else None
-    return isinstance(model, keras.Model) and (not is_keras or (own is not None and own not in _PLAIN_METHODS))
+    is_own = isinstance(model, keras.Model) and (not is_keras or (own is not None and own not in _PLAIN_METHODS))
+    return is_own and (id(model), name) not in _CALLED
 
 
 def as_plain(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,15 +43,17 @@ def as_plain(method: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def call_own(model: Any, name: str, run: Callable[..., Any], function: Callable[..., Any], arguments: Any) -> Any:
-    """Call the model's own method; what it passes to Keras's method goes to ``run``.
+def call_own(
+    model: Any, name: str, function: Callable[..., Any], arguments: Any, run: Callable[..., Any] | None = None
+) -> Any:
+    """Call the model's own method; what it passes to Keras's method goes to ``function``, in which it has no own one.
 
     Args:
         model: a Keras model.
         name: the method's name.
-        run: called with the model and Keras's arguments by name.
         function: hvdkit's function, whose defaults are left out of the call.
         arguments: the arguments of ``function`` by name.
+        run: called with the model and Keras's arguments by name, in place of ``function``.
 
     Returns:
         What the method returns.
@@ -57,7 +61,7 @@ def call_own(model: Any, name: str, run: Callable[..., Any], function: Callable[
     defaults = {key: parameter.default for key, parameter in inspect.signature(function).parameters.items()}
     given = {key: value for key, value in arguments.items() if not _is_default(value, defaults[key])}
     position = [given.pop(key) for key in ("x", "y") if key in given and ("x" in arguments)]
-    with _intercepting(model, name, run):
+    with _intercepting(model, name, run or function):
         return getattr(model, name)(*position, **given)
 
 
@@ -76,9 +80,11 @@ def _intercepting(model: Any, name: str, run: Callable[..., Any]) -> Iterator[No
         arguments.pop("self")
         options = arguments.pop("kwargs", {})
         cell.cell_contents = function
+        _CALLED.add((id(model), name))
         try:
             return run(model, **arguments, **options)
         finally:
+            _CALLED.discard((id(model), name))
             cell.cell_contents = intercepted
 
     cell.cell_contents = intercepted

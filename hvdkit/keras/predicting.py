@@ -67,24 +67,9 @@ def predict(
     arguments = dict(locals())
     check_all_ranks_call("hk.predict")
     del arguments["model"], arguments["gather"]
-    if not has_own(model, "predict"):
-        return _predict(model, **arguments, gather=gather)
-    # The method may change what it gets from Keras, so every rank needs it.
-    outputs = call_own(model, "predict", _predict, predict, arguments)
-    return outputs if gather == "all" or cluster.is_chief() else None
-
-
-def _predict(
-    model: keras.Model,
-    x: Any,
-    batch_size: int | None = None,
-    verbose: int | str = "auto",
-    steps: int | None = None,
-    callbacks: Any = None,
-    *,
-    gather: str = "all",
-) -> Any:
-    """Predict with Keras's own ``predict``, on this rank's shares."""
+    if has_own(model, "predict"):  # it may change what it gets from Keras, so every rank needs it
+        outputs = call_own(model, "predict", predict, arguments)
+        return outputs if gather == "all" or cluster.is_chief() else None
 
     def build() -> DataPair:
         if gather not in ("all", "chief"):

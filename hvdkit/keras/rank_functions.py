@@ -11,9 +11,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import types
-import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -26,13 +25,14 @@ from hvdkit import cluster
 from hvdkit.cluster.agreement import gather
 from hvdkit.collectives import broadcast_object
 from hvdkit.collectives.conversion import untracked_variable
-from hvdkit.collectives.refusal import refusing_collectives
 from hvdkit.errors import CollectiveMismatchError, describe, see
+from hvdkit.keras.array_shares import ArrayShares
 from hvdkit.keras.attribute_swap import swap_attributes
-from hvdkit.keras.coupled_rows import couples_rows, in_graph, refuse_coupled_rows
-from hvdkit.keras.rank_state import CONSTANTS_REMEDY
-from hvdkit.keras.shares import first_tensor, number_of_rows, slice_tensor
-from hvdkit.keras.unchanged_models import replicated_state, unchanged
+from hvdkit.keras.coupled_rows import couples_rows, refuse_coupled_rows
+from hvdkit.keras.rank_state import CONSTANTS_REMEDY, digest_of_array, vocabulary_of
+from hvdkit.keras.shares import Shares, first_tensor, number_of_rows, slice_tensor
+from hvdkit.keras.source_checks import is_of_keras
+from hvdkit.keras.unchanged_models import is_complete, replicated_state, trying_calls, unchanged
 from hvdkit.sharding.shards import holding_of
 from hvdkit.sharding.variables import broadcast_variables
 
@@ -65,6 +65,31 @@ class LayerOutput(NamedTuple):
     is_half: bool
 
 
+def store_once(is_stored: tf.Variable, tensors: Sequence[tf.Tensor], store: Callable[..., None]) -> None:
+    """Call ``store`` with the values of ``tensors``, in the first step that runs or again once ``is_stored`` is False.
+
+    Args:
+        is_stored: a bool variable.
+        tensors: of a step, in eager mode or in a graph.
+        store: a function, or a method, which the caller keeps: TensorFlow never frees a numpy_function.
+    """
+    if tf.executing_eagerly():
+        if not bool(is_stored):
+            store(*(np.array(tensor.numpy()) for tensor in tensors))
+            is_stored.assign(True)
+        return
+    reference = weakref.WeakMethod(store) if inspect.ismethod(store) else weakref.ref(store)
+
+    def store_if_kept(*arrays: np.ndarray) -> np.bool_:
+        kept = reference()
+        if kept is not None:
+            kept(*(np.array(array) for array in arrays))
+        return np.bool_(True)
+
+    run = lambda: tf.ensure_shape(tf.numpy_function(store_if_kept, tensors, tf.bool), [])  # noqa: E731
+    is_stored.assign(tf.cond(is_stored, lambda: True, run))
+
+
 class FirstRows:
     """Keeps the chief's first rows of the first batch, which a step has as symbolic tensors."""
 
@@ -81,23 +106,11 @@ class FirstRows:
         count = tf.minimum(number, number_of_rows(x))
         self._structure = tree.map_structure(lambda leaf: _first_rows(leaf, count), x)
         tensors = tf.nest.flatten(self._structure, expand_composites=True)
-        if not cluster.is_chief():
-            return
+        if cluster.is_chief():
+            store_once(self._is_stored, tensors, self._store)
 
-        reference = weakref.ref(self)  # TensorFlow never frees a numpy_function
-
-        def store(*arrays: np.ndarray) -> np.bool_:
-            rows = reference()
-            if rows is not None:
-                rows._arrays = [np.array(array) for array in arrays]
-            return np.bool_(True)
-
-        if tf.executing_eagerly():
-            if self._arrays is None:
-                store(*(tensor.numpy() for tensor in tensors))
-            return
-        run = lambda: tf.ensure_shape(tf.numpy_function(store, tensors, tf.bool), [])  # noqa: E731
-        self._is_stored.assign(tf.cond(self._is_stored, lambda: True, run))
+    def _store(self, *arrays: np.ndarray) -> None:
+        self._arrays = list(arrays)
 
     def digest(self) -> str:
         """Return a digest of the rows that this rank has stored; "" without any."""
@@ -179,6 +192,58 @@ def _message(layer: Any, rank: int, got: Mapping[str, str], expected: Mapping[st
     return describe("model", what, "the outputs of rank 0", f"{CONSTANTS_REMEDY}; {page}")
 
 
+class FunctionComparison:
+    """Compares a model once in evaluation or prediction, and once in training.
+
+    Args:
+        model: a Keras model.
+        tests_rows: returns whether a model that compares the rows of a batch is an error.
+    """
+
+    def __init__(self, model: keras.Model, tests_rows: Callable[[], bool]) -> None:
+        self._model = model
+        self._tests_rows = tests_rows
+        self._trains = False  # whether the model has been compared, or is about to be, as one that trains
+        self._first_rows: FirstRows | None = FirstRows() if cluster.size() > 1 else None  # None: it has been compared
+
+    def observe(self, data: Any) -> None:
+        """Keep the first rows of a batch, in a step that may be traced."""
+        if self._first_rows is not None:
+            self._first_rows.observe(data, rows_to_compare(self._model))
+
+    def before(self, data: Shares | None, *, trains: bool = False) -> None:
+        """Compare the models before the first batch is read. Every rank must call it.
+
+        If the data are not arrays, models with known inputs compute made-up rows, and all models are compared after the
+        first batch.
+        """
+        if trains and not self._trains and cluster.size() > 1:
+            self._trains = True
+            self._first_rows = self._first_rows or FirstRows()
+        if self._first_rows is None:
+            return
+        number = broadcast_object(rows_to_compare(self._model))  # a Sequential is built with the rows of a rank's batch
+        rows = data.first_inputs(number) if isinstance(data, ArrayShares) else None
+        if self._is_complete_on_all_ranks():
+            self._first_rows = None if rows is not None else self._first_rows
+            self._compare(rows)
+
+    def after(self) -> None:
+        """Compare the models after the first batch, if not before it. Every rank must call it."""
+        if self._first_rows is not None:
+            first_rows = self._first_rows
+            self._first_rows = None
+            rows = first_rows.broadcast()
+            if self._is_complete_on_all_ranks():
+                self._compare(rows, is_reading=True)
+
+    def _is_complete_on_all_ranks(self) -> bool:
+        return all(gather(cluster.exchange(), "whether the model is built", lambda: is_complete(self._model)))
+
+    def _compare(self, rows: Any, *, is_reading: bool = False) -> None:
+        compare_functions(self._model, rows, tests_rows=self._tests_rows(), trains=self._trains, is_reading=is_reading)
+
+
 class _Stop(Exception):
     """The rest of the model cannot be computed on one rank."""
 
@@ -194,12 +259,9 @@ def _layer_outputs(model: Any, rows: Any) -> list[LayerOutput]:
     outputs: list[LayerOutput] = []
     called: set[int] = set()
     layers = list(model._flatten_layers())
-    with contextlib.ExitStack() as stack, contextlib.suppress(Exception):
+    with trying_calls(layers), contextlib.ExitStack() as stack:
         for index, layer in enumerate(layers):
             stack.enter_context(swap_attributes(layer, call=_recording(layer, index, outputs, called)))
-        stack.enter_context(refusing_collectives())
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
         if rows is not None and type(model).call is not keras.Model.call:
             _try_to_call(model, rows)
         for layer in layers:
@@ -215,7 +277,7 @@ def _try_to_call(model: Any, rows: Any) -> None:
 
 
 def _recording(layer: Any, index: int, outputs: list[LayerOutput], called: set[int]) -> Any:
-    call = in_graph(layer.call) if isinstance(layer, keras.layers.RNN) else layer.call
+    call = layer.call
     has_shard = any(holding_of(v) is not None for v in _own_variables(layer))
     count = 0
 
@@ -335,10 +397,10 @@ def _collect_holdings(layer: Any, found: dict[str, str]) -> None:
     for name, value in list(vars(layer).items()):
         if name not in _OF_KERAS and not name.startswith(("_self_", "_hvdkit")):
             collect(name, value, 0)
-    if not type(layer).__module__.startswith("keras."):
+    if not is_of_keras(type(layer)):
         collect("call", getattr(layer.call, "__func__", layer.call), 0)
-    if isinstance(layer, (keras.layers.StringLookup, keras.layers.IntegerLookup, keras.layers.TextVectorization)):
-        found["vocabulary"] = repr(layer.get_vocabulary())
+    if vocabulary := vocabulary_of(layer):
+        found["vocabulary"] = vocabulary
 
 
 def _read_by(function: types.FunctionType) -> dict[str, Any]:
@@ -355,9 +417,7 @@ def _digest(value: Any) -> str | None:
     if tf.is_tensor(value) and tf.is_symbolic_tensor(value):
         return None
     if isinstance(value, (np.ndarray, tf.Tensor, tf.Variable)):
-        array = np.asarray(value)
-        data = repr(array.tolist()).encode() if array.dtype.hasobject else np.ascontiguousarray(array).tobytes()
-        return f"{array.dtype.name}{array.shape}{xxhash.xxh3_128_hexdigest(data)}"
+        return digest_of_array(value)
     if callable(export := getattr(value, "export", None)):  # a lookup table
         with contextlib.suppress(Exception):
             return repr([np.asarray(part).tolist() for part in export()])

@@ -22,7 +22,7 @@ from hvdkit.collectives.digests import digest
 from hvdkit.collectives.ops import ReduceOp
 from hvdkit.collectives.tensors import grouped_allreduce
 from hvdkit.collectives.weak_registry import WeakRegistry
-from hvdkit.errors import CollectiveMismatchError, describe, see
+from hvdkit.errors import CollectiveMismatchError, describe, listed, see
 from hvdkit.sharding.shards import AnyVariable, differs_by_rank, holding_of
 from hvdkit.sharding.variables import variable_name
 
@@ -243,22 +243,21 @@ def compare_constants(model: keras.Model) -> None:
     Raises:
         CollectiveMismatchError: they differ; the message names the first.
     """
-    constants: dict[str, bytes] = {}
-
+    constants: dict[str, str] = {}
     for number, layer in enumerate(model._flatten_layers()):
         if type(layer).__module__.startswith("hvdkit."):
             continue
         for attribute, value in list(vars(layer).items()):
             for name, held in _held(f"{number}.{attribute}", value) if not attribute.startswith("_") else ():
                 if isinstance(held, np.ndarray) or (isinstance(held, tf.Tensor) and not tf.is_symbolic_tensor(held)):
-                    constants[name] = _digest_of(held)
-        if isinstance(layer, (keras.layers.StringLookup, keras.layers.IntegerLookup, keras.layers.TextVectorization)):
-            constants[f"{number}.vocabulary"] = xxhash.xxh3_128_digest(repr(layer.get_vocabulary()).encode())
+                    constants[name] = digest_of_array(held)
+        if vocabulary := vocabulary_of(layer):
+            constants[f"{number}.vocabulary"] = xxhash.xxh3_128_hexdigest(vocabulary.encode())
     if not constants:
         return
     layers = list(model._flatten_layers())
 
-    def difference(odd: dict[str, bytes], usual: dict[str, bytes]) -> tuple[str, str]:
+    def difference(odd: dict[str, str], usual: dict[str, str]) -> tuple[str, str]:
         name = next(key for key in {**usual, **odd} if odd.get(key) != usual.get(key))
         number, _, attribute = name.partition(".")
         owner = layers[int(number)].name if int(number) < len(layers) else f"layer {number}"
@@ -267,11 +266,17 @@ def compare_constants(model: keras.Model) -> None:
     agree(cluster.exchange(), lambda: constants, "the model's constants", CONSTANTS_REMEDY, show=difference)
 
 
-def _digest_of(value: np.ndarray | tf.Tensor) -> bytes:
-    array = np.ascontiguousarray(value)
-    data = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
-    kind = xxhash.xxh3_128_digest(f"{array.dtype.name}{array.shape}".encode())
-    return kind + xxhash.xxh3_128_digest(data)
+def digest_of_array(value: np.ndarray | tf.Tensor | tf.Variable) -> str:
+    """Return a digest of an array's dtype, shape and values."""
+    array = np.asarray(value)
+    data = repr(array.tolist()).encode() if array.dtype.hasobject else np.ascontiguousarray(array).tobytes()
+    return f"{array.dtype.name}{array.shape}{xxhash.xxh3_128_hexdigest(data)}"
+
+
+def vocabulary_of(layer: keras.layers.Layer) -> str:
+    """Return the vocabulary of a layer that looks up words or numbers; "" for other layers."""
+    lookups = (keras.layers.StringLookup, keras.layers.IntegerLookup, keras.layers.TextVectorization)
+    return repr(layer.get_vocabulary()) if isinstance(layer, lookups) else ""
 
 
 def digests_of(state: Sequence[StateVariable]) -> list[tuple[str, bytes]]:
@@ -299,8 +304,7 @@ def compare_state(ranks: Sequence[list[tuple[str, bytes]]], numbers: Sequence[in
         names = ["a different number of variables"]
     else:
         names = [pairs[usual][0] for pairs in zip(*ranks, strict=True) if len({value for _, value in pairs}) > 1]
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    got = f"different values of {', '.join(names[:_NAMES_SHOWN])}{more} on rank {numbers[odd]}"
+    got = f"different values of {listed(names, _NAMES_SHOWN)} on rank {numbers[odd]}"
     expected = f"those of rank {numbers[usual]}: a layer or train_step updates them from each rank's own rows"
     raise CollectiveMismatchError(describe("model", got, expected, f"{remedy}{_REMEDY}"))
 

@@ -87,3 +87,9 @@ def _owner(model: Any, name: str) -> type | None:
 def is_of_library(owner: type) -> bool:
     """Return True for a class of Keras, TensorFlow or hvdkit."""
     return owner.__module__.split(".")[0] in ("keras", "tensorflow", "hvdkit", "builtins")
+
+
+def is_of_keras(value: Any) -> bool:
+    """Return True for a function or class of Keras, and for an object of such a class."""
+    module = getattr(value, "__module__", None) or type(value).__module__
+    return str(module).startswith("keras.")

@@ -46,7 +46,7 @@ UNKNOWN = 0
 MEAN = 1
 SUM = 2
 COUPLED = 3
-_NUMBERS = 32  # of the metrics, and of the returned numbers, that are tested
+_NUMBERS = 64  # of metrics, and returned numbers, that are tested
 _SAMPLES = 256  # values of a gradient that are compared; projections cover the others
 _TOLERANCE = 1e-4  # relative, of float32 on CPUs
 _GPU_TOLERANCE = 5e-3  # of TensorFloat-32
@@ -55,11 +55,10 @@ _HALF_TOLERANCE = 5e-2
 
 @dataclass
 class _Run:
-    """What a step has computed from some rows: gradients, and sums of the numbers by metric and by name."""
+    """What a step has computed from some rows: gradients, and sums of the numbers by metric or name."""
 
     gradients: list[np.ndarray] = field(default_factory=list)
-    metrics: dict[int, float] = field(default_factory=dict)
-    logs: dict[str, float] = field(default_factory=dict)
+    numbers: dict[Any, float] = field(default_factory=dict)
 
 
 class StepScope:
@@ -80,10 +79,10 @@ class StepScope:
         self._model = model
         self._tolerance = _tolerance_of(model)
         self._rescaling = rescaling
-        self._scopes = untracked_variable(np.zeros(1 + 2 * _NUMBERS, np.int32), tf.int32, "hvdkit_step_scopes")
+        self._scopes = untracked_variable(np.zeros(1 + _NUMBERS, np.int32), tf.int32, "hvdkit_step_scopes")
         self._is_tested = untracked_variable(False, tf.bool, "hvdkit_step_is_tested")
         self._metrics: list[Any] = []
-        self._logs: list[str] = []  # names of the returned numbers
+        self._places: dict[Any, int] = {}  # of metrics and names of returned numbers in the scopes
         self._step: Step | None = None
 
     @property
@@ -128,6 +127,8 @@ class StepScope:
         if not all(isinstance(leaves[number], tf.Tensor) and leaves[number].shape.rank != 0 for number in present):
             return tf.constant(False)
         self._metrics += [metric for metric in metrics if all(metric is not each for each in self._metrics)]
+        for metric in metrics:
+            self._place(id(metric))
         self._step = step
         reference = weakref.ref(self)  # TensorFlow never frees a numpy_function
         structure = tree.map_structure(lambda leaf: None, data)
@@ -157,23 +158,19 @@ class StepScope:
 
     def scaled_for(self, metric: Any, value: tf.Tensor) -> tf.Tensor:
         """Return a number for a metric that weights it by rows; if it is a sum over rows, times the ratio b / n_r."""
-        found = self._number_of(metric)
-        return value if found is None else self._scaled(value, 1 + found)
+        return self._scaled(value, self._places.get(id(metric)))
 
-    def _scaled(self, value: tf.Tensor, number: int) -> tf.Tensor:
-        if not value.dtype.is_floating:
+    def _scaled(self, value: tf.Tensor, place: int | None) -> tf.Tensor:
+        if place is None or not value.dtype.is_floating:
             return value
-        is_sum = tf.equal(self._scopes.read_value()[number], SUM)
+        is_sum = tf.equal(self._scopes.read_value()[place], SUM)
         return tf.where(is_sum, value * tf.cast(row_ratio(), value.dtype), value)
 
-    def _number_of(self, metric: Any) -> int | None:
-        return next((number for number, each in enumerate(self._metrics[:_NUMBERS]) if each is metric), None)
-
-    def _number_of_log(self, name: str) -> int | None:
-        if name not in self._logs:
-            self._logs.append(name)
-        number = self._logs.index(name)
-        return number if number < _NUMBERS else None
+    def _place(self, key: int | str) -> int | None:
+        """Return the place of a metric, by its id, or of a returned number, by its name; None if there is no room."""
+        if key not in self._places and len(self._places) < _NUMBERS:
+            self._places[key] = 1 + len(self._places)
+        return self._places.get(key)
 
     def scaled_logs(self, logs: Any) -> Any:
         """Multiply the returned numbers that are sums over rows by b / n_r: their mean by rows is then their sum."""
@@ -181,9 +178,8 @@ class StepScope:
             return logs
         scaled = dict(logs)
         for name, value in logs.items():
-            number = self._number_of_log(name) if _is_number(value) else None
-            if number is not None:
-                scaled[name] = self._scaled(tf.convert_to_tensor(value), 1 + _NUMBERS + number)
+            if _is_number(value):
+                scaled[name] = self._scaled(tf.convert_to_tensor(value), self._place(name))
         return scaled
 
     # ---- the test -----------------------------------------------------------------------------------------------
@@ -210,15 +206,11 @@ class StepScope:
         if whole.size and _distance(whole, _joined(again.gradients)) <= tolerance:
             parts = [_joined(run.gradients) for run in runs[1:]]
             scopes[0] = _scope(whole, parts, weights, tolerance)
-        for index in runs[0].metrics:
-            numbers = [np.array([run.metrics.get(index, np.nan)]) for run in [*runs, again]]
-            if _distance(numbers[0], numbers[3]) <= tolerance:
-                scopes[1 + index] = _scope(numbers[0], numbers[1:3], weights, tolerance)
-        for name in runs[0].logs:
-            numbers = [np.array([run.logs.get(name, np.nan)]) for run in [*runs, again]]
-            place = self._number_of_log(name)
+        for key in runs[0].numbers:
+            numbers = [np.array([run.numbers.get(key, np.nan)]) for run in [*runs, again]]
+            place = self._place(key)
             if place is not None and _distance(numbers[0], numbers[3]) <= tolerance:
-                scopes[1 + _NUMBERS + place] = _scope(numbers[0], numbers[1:3], weights, tolerance)
+                scopes[place] = _scope(numbers[0], numbers[1:3], weights, tolerance)
         return scopes
 
     def _run(self, data: Any, start: int, stop: int, number: int, before: list[tuple[Any, tf.Tensor]]) -> _Run:
@@ -244,7 +236,7 @@ class StepScope:
                 for variable, value in before:
                     variable.assign(value)
         if isinstance(logs, dict):
-            run.logs = {name: float(value) for name, value in logs.items() if _is_number(value)}
+            run.numbers |= {name: float(value) for name, value in logs.items() if _is_number(value)}
         return run
 
     def _record(self, stack: contextlib.ExitStack, run: _Run) -> None:
@@ -258,11 +250,11 @@ class StepScope:
             apply([gradient for gradient, _ in pairs])
 
         def updated(metric: Any) -> Callable[..., None]:
-            index = self._number_of(metric)
+            key = id(metric)
 
             def update_state(values: Any, *_: Any, **__: Any) -> None:
-                if index is not None and _is_number(values):
-                    run.metrics[index] = run.metrics.get(index, 0.0) + float(values)
+                if key in self._places and _is_number(values):
+                    run.numbers[key] = run.numbers.get(key, 0.0) + float(values)
 
             return update_state
 

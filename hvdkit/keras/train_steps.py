@@ -25,13 +25,13 @@ from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.keras.data_end import require_batch_on_every_rank
 from hvdkit.keras.loss_scopes import LossScopes
 from hvdkit.keras.losses import divided_by_all_rows, on_gathered_rows, rescaled, rescaled_vector
-from hvdkit.keras.moved_weights import watching_assignments
+from hvdkit.keras.moved_weights import warn_of_reads_after_update, watching_assignments
 from hvdkit.keras.rank_state import StateCombiner, state_of
 from hvdkit.keras.row_numbers import refusing_rows_by_number
 from hvdkit.keras.shares import number_of_rows, slice_tensor
-from hvdkit.keras.source_checks import warn_of_sums
+from hvdkit.keras.source_checks import is_of_keras, warn_of_sums
 from hvdkit.keras.step_scopes import StepScope, has_own_activity_regularizer, has_own_step
-from hvdkit.keras.updated_reads import warn_of_reads_after_update
+from hvdkit.keras.unchanged_models import is_complete
 from hvdkit.layers.batch_norm import synchronized_statistics
 from hvdkit.sharding.shards import differs_by_rank
 
@@ -275,13 +275,17 @@ class ShareSteps:
             return
         with contextlib.ExitStack() as stack:
             weighed: set[int] = set()
+            metrics = self._model._compile_metrics
 
-            def weigh(metrics: list[Any]) -> None:
-                for metric in metrics:
+            def weigh(means: list[Any]) -> None:
+                for metric in means:
                     if id(metric) in weighed:
                         continue
                     weighed.add(id(metric))
                     is_function = isinstance(metric, keras.metrics.MeanMetricWrapper)
+                    if type(metric) is keras.metrics.MeanMetricWrapper and _is_compiled(metric, metrics):
+                        decided = self.loss_scopes.of_metric(metric, on_gathered_rows)
+                        stack.enter_context(swap_attributes(metric, _fn=decided))
                     update = _weighted_function(metric) if is_function else _weighted_update(metric, scope)
                     stack.enter_context(swap_attributes(metric, update_state=update))
 
@@ -298,7 +302,6 @@ class ShareSteps:
                 original_build_metrics(*args, **kwargs)
                 weigh(_mean_metrics(self._model))
 
-            metrics = self._model._compile_metrics
             if metrics is not None and not metrics.built:
                 original_build_metrics = metrics.build  # wraps each function in a Mean
                 stack.enter_context(swap_attributes(metrics, build=build_metrics))
@@ -316,7 +319,6 @@ class ShareSteps:
                     return rescaled_vector(loss, aggregate(loss), rows)
 
                 stack.enter_context(swap_attributes(self._model, _aggregate_additional_loss=aggregate_rescaled))
-            stack.enter_context(self.loss_scopes.deciding_for_metrics(metrics, on_gathered_rows))
             losses = self._model._compile_loss
             if losses is not None and losses.built:
                 rescale()
@@ -365,12 +367,6 @@ def _check_output(output: Any) -> None:
         raise TypeError(describe("model's outputs", got, "a row for each example", OUTPUTS_REMEDY))
 
 
-def is_complete(model: Any) -> bool:
-    """Return True if all inner layers are built, and the model itself is built or (without ``call``) has variables."""
-    inner = list(model._flatten_layers(include_self=False))
-    return all(layer.built for layer in inner) and bool(model.built or model.variables)
-
-
 def _mean_metrics(model: Any) -> list[Any]:
     """Return the metrics that average their inputs unchanged, such as loss trackers, or a function of the user."""
     means: dict[int, Any] = {}
@@ -384,12 +380,15 @@ def _mean_metrics(model: Any) -> list[Any]:
     return list(means.values())
 
 
+def _is_compiled(metric: Any, metrics: Any) -> bool:
+    """Return True if Keras has created a metric in its container of compiled ``metrics``."""
+    return metrics is not None and any(metric is each for each in metrics.metrics)
+
+
 def _is_own_function(metric: Any) -> bool:
     """Return True for a metric that averages the results of a function which is not Keras's."""
-    if type(metric).update_state is not keras.metrics.MeanMetricWrapper.update_state:
-        return False
-    function = metric._fn
-    return not (getattr(function, "__module__", None) or type(function).__module__).startswith("keras.")
+    is_wrapper = type(metric).update_state is keras.metrics.MeanMetricWrapper.update_state
+    return is_wrapper and not is_of_keras(metric._fn)
 
 
 def _weighted_function(metric: Any) -> Callable[..., None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdkit.collectives.refusal import refusing_collectives
 from hvdkit.internals import context
 from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.keras.rank_seeds import global_generator
@@ -53,6 +55,33 @@ def unchanged(model: Any, *, attributes: bool = True, generators: bool = True) -
             np.random.set_state(numpy_state)
         if generator is not None:
             generator.setstate(state)
+
+
+@contextlib.contextmanager
+def trying_calls(layers: Iterable[Any]) -> Iterator[None]:
+    """Call layers on some rows, as far as they can be: an exception ends this context, and is no error.
+
+    They may not call collectives, since other ranks may not. Warnings are hidden, and recurrent layers run in a graph,
+    in which a loop over time steps is much faster than in eager mode.
+    """
+    with contextlib.ExitStack() as stack, contextlib.suppress(Exception):
+        for layer in layers:
+            if isinstance(layer, keras.layers.RNN):
+                stack.enter_context(swap_attributes(layer, call=_in_graph(layer.call)))
+        stack.enter_context(refusing_collectives())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _in_graph(call: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: tf.function(lambda: call(*args, **kwargs), autograph=False)()
+
+
+def is_complete(model: Any) -> bool:
+    """Return True if all inner layers are built, and the model itself is built or (without ``call``) has variables."""
+    inner = list(model._flatten_layers(include_self=False))
+    return all(layer.built for layer in inner) and bool(model.built or model.variables)
 
 
 def replicated_state(layers: Iterable[Any]) -> list[Any]:

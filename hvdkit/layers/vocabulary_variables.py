@@ -12,9 +12,9 @@ from hvdkit.layers.sharded_layer import memory_device
 from hvdkit.sharding.hashing import first_rows
 from hvdkit.sharding.partition import rows_of
 from hvdkit.sharding.partitioned_variable import gather_parts
-from hvdkit.sharding.shards import Piece, Shard, set_holding, shard_of
+from hvdkit.sharding.shards import Piece, RowUsage, Shard, set_holding, shard_of
 from hvdkit.sharding.table import BUCKET, Table
-from hvdkit.sharding.vocabulary import NO_ID, RowUsage, Vocabulary
+from hvdkit.sharding.vocabulary import NO_ID, Vocabulary
 
 _INITIAL = {"ids": (NO_ID, "int64"), "used": (-1, "int64"), "fresh": (False, "bool")}
 

@@ -8,6 +8,7 @@ accumulates the gradients locally; they are combined when Keras clips them, once
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 import keras
@@ -168,8 +169,10 @@ def distribute(
         wrapped._scaled = False  # added implicitly: unscale gradients only after a call of scale_loss
     else:
         wrapped = _wrap(optimizer, reduction)
-    options |= {"op": op, "process_set": process_set}
-    object.__setattr__(wrapped, "_hvdkit_options", options)  # bypass Keras's tracking to keep a plain dict
+    # Bypass Keras's tracking. A pickle contains this function.
+    object.__setattr__(
+        wrapped, "_hvdkit_wrap", partial(DistributedOptimizer, op=op, process_set=process_set, **options)
+    )
     return wrapped
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -49,7 +49,7 @@ class DistributedMixin:
     """Methods that all distributed optimizers add to Keras's."""
 
     _hvdkit: Reduction
-    _hvdkit_options: Mapping[str, Any] = {}
+    _hvdkit_wrap: Callable[[Any], Any] | None = None  # wraps a plain optimizer as this one was
     _hvdkit_original: Original | None = None
     _hvdkit_scales_loss = False  # whether Keras's own train_step has called this optimizer
     _hvdkit_has_begun = False  # whether the ranks were compared in the first step
@@ -85,7 +85,7 @@ class DistributedMixin:
         # Keras restores a plain optimizer from its config; wrap it again.
         unpickle, arguments, *_ = tuple(super().__reduce__())
         plain = getattr(keras.optimizers.Optimizer, unpickle.__name__)
-        return restore_optimizer, (plain, arguments, self._hvdkit_options, getattr(self, "_scaled", True))
+        return restore_optimizer, (plain, arguments, self._hvdkit_wrap, getattr(self, "_scaled", True))
 
     def stateless_apply(self, *_: object, **__: object) -> NoReturn:
         """Raise: like Keras on TensorFlow, stateless updates are not supported."""
@@ -104,11 +104,11 @@ class DistributedMixin:
         register_local_variables([variable])
 
 
-def restore_optimizer(unpickle: Callable[..., Any], arguments: Any, options: Mapping[str, Any], scaled: bool) -> Any:
+def restore_optimizer(
+    unpickle: Callable[..., Any], arguments: Any, wrap: Callable[[Any], Any], scaled: bool
+) -> keras.optimizers.Optimizer:
     """Unpickle a distributed optimizer."""
-    from hvdkit.optimizer.distributed import DistributedOptimizer
-
-    optimizer = DistributedOptimizer(unpickle(*arguments), **options)
+    optimizer = wrap(unpickle(*arguments))
     if isinstance(optimizer, LossScaleMixin):
         optimizer._scaled = scaled
     return optimizer
@@ -128,7 +128,7 @@ class CombiningMixin(DistributedMixin):
     def __setattr__(self, name: str, value: Any) -> None:
         # The constructor of a LossScaleOptimizer (since Keras 3.10) assigns None to the optimizer inside. hvdkit's own
         # one gets another inner optimizer, without options.
-        if name == "loss_scale_factor" and value is None and "_hvdkit_options" in vars(self):
+        if name == "loss_scale_factor" and value is None and "_hvdkit_wrap" in vars(self):
             object.__setattr__(self, "_hvdkit_wrapped", True)
         super().__setattr__(name, value)
 

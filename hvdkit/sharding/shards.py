@@ -23,8 +23,6 @@ from hvdkit.sharding.routing import RowsByRank
 if TYPE_CHECKING:
     import keras
 
-    from hvdkit.sharding.vocabulary import RowUsage
-
 AnyVariable: TypeAlias = "tf.Variable | keras.Variable"
 """A variable of TensorFlow or Keras."""
 _SEED_STATE = "seed_generator_state"
@@ -54,6 +52,23 @@ class Piece:
         """The region of the variable that holds the part. Columns beyond it are padding."""
         rows, *others = self.index
         return (slice(self.start, self.start + len(rows)), *(slice(0, len(axis)) for axis in others))
+
+
+@dataclass(frozen=True)
+class RowUsage:
+    """The usage of each row of a table with eviction: variables ``[buckets of this rank, W]``, and the step.
+
+    Attributes:
+        ids: int64, the id that occupies the row.
+        used: int64, when it was requested, -1 for never.
+        fresh: bool, whether the row was assigned to a new id since the optimizer's last update.
+        clock: int64 ``[2]``, equal on all ranks: the number of lookups, now and at the last update.
+    """
+
+    ids: tf.Variable
+    used: tf.Variable
+    fresh: tf.Variable
+    clock: tf.Variable
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from hvdkit.cluster.logs import warn_once
 from hvdkit.errors import describe, see
 from hvdkit.sharding.hashing import bucket_of
 from hvdkit.sharding.keys import keys_of
-from hvdkit.sharding.shards import AnyVariable, shard_of
+from hvdkit.sharding.shards import AnyVariable, RowUsage, shard_of
 from hvdkit.sharding.table import BUCKET
 
 # A reserved id that marks free rows.
@@ -37,23 +37,6 @@ _MAX_PENDING_LOOKUPS = 16
 _FULL_SHARE = 0.02
 _FREE_SHARE = 0.05  # of rows, from which a table does not count as full; 7 % with one id per row
 _MOST_BUCKETS_CHECKED = 4096
-
-
-@dataclass(frozen=True)
-class RowUsage:
-    """The usage of each row: variables ``[buckets of this rank, W]``, and the step.
-
-    Attributes:
-        ids: int64, the id that occupies the row.
-        used: int64, when it was requested, -1 for never.
-        fresh: bool, whether the row was assigned to a new id since the optimizer's last update.
-        clock: int64 ``[2]``, equal on all ranks: the number of lookups, now and at the last update.
-    """
-
-    ids: tf.Variable
-    used: tf.Variable
-    fresh: tf.Variable
-    clock: tf.Variable
 
 
 @dataclass(frozen=True, kw_only=True)

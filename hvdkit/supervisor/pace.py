@@ -15,6 +15,16 @@ GROWTH = 4
 """Maximum factor by which the interval grows from one agreement to the next."""
 
 
+def crosses(every: int | None, before: int, now: int) -> bool:
+    """Return True if a multiple of ``every`` lies in ``(before, now]``.
+
+    Example:
+        >>> crosses(100, 99, 100), crosses(100, 100, 199), crosses(None, 0, 500)
+        (True, False, False)
+    """
+    return every is not None and now // every > before // every
+
+
 class Pace:
     """Space agreements about ``seconds`` apart, in numbers of steps that are the same on every rank.
 

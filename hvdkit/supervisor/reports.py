@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+import time
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from hvdkit import cluster
@@ -12,6 +13,7 @@ from hvdkit.checkpoint.files import RunPath
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import counted, printable
 from hvdkit.machine.replacing import replaced
+from hvdkit.supervisor.saved_state import Position
 
 SUMMARY_VARIABLE = "HVDKIT_SUMMARY"
 
@@ -91,14 +93,36 @@ class RunSummary:
             get_logger().warning("%s: the summary was not written: %s", SUMMARY_VARIABLE, error)
 
 
-def report_start(step: int, restored_from: RunPath | None, folder: RunPath) -> None:
-    """Log the step at which training begins, and why."""
+@dataclass(frozen=True, kw_only=True)
+class RunStart:
+    """Where and when a session began.
+
+    Attributes:
+        step: steps of all runs before.
+        time: of the monotonic clock.
+    """
+
+    step: int
+    time: float = field(default_factory=time.monotonic)
+
+    def summary(self, position: Position, checkpoint: RunPath, logdir: RunPath) -> RunSummary:
+        """Return what has been trained since."""
+        return RunSummary(
+            steps=position.step - self.step,
+            seconds=time.monotonic() - self.time,
+            examples_per_step=position.examples_per_step,
+            step=position.step,
+            checkpoint=checkpoint,
+            logdir=logdir,
+        )
+
+
+def report_start(
+    step: int, restored_from: RunPath | None, folder: RunPath, given_rate: float | None, rate: float | None
+) -> None:
+    """Log the step at which training begins, and why; warn if the checkpoint has another learning rate."""
     source = f"from {restored_from}" if restored_from else f"(no checkpoint in {folder})"
     get_logger().info("training begins at step %d %s", step, source)
-
-
-def report_rate(given: float | None, saved: float | None) -> None:
-    """Warn if the checkpoint has another learning rate than the program."""
-    if saved != given:
+    if rate != given_rate:
         message = "continuing with the saved learning rate %g, not %g; to change it, assign it within the session"
-        get_logger().warning(message, saved, given)
+        get_logger().warning(message, rate, given_rate)

@@ -43,8 +43,15 @@ class Position:
 
     def __init__(self, data: Any):
         self.step = 0
+        self._source = data
         self._data = data if hasattr(data, "state") and hasattr(data, "restore") else None
         self._data_state: Any = None if self._data is None else self._data.state
+
+    @property
+    def examples_per_step(self) -> float | None:
+        """The rows of a global batch, on average, or None if they are unknown."""
+        plan = getattr(self._source, "plan", None)
+        return None if plan is None else plan.mean_batch_size
 
     @property
     def follows_data(self) -> bool:

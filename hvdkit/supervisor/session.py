@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +22,11 @@ from hvdkit.supervisor.agreements import Agreements
 from hvdkit.supervisor.divergence import DivergenceDetector, replicated
 from hvdkit.supervisor.lockstep import lockstep
 from hvdkit.supervisor.messages import agree_on_arguments
-from hvdkit.supervisor.reports import RunSummary, report_rate, report_start
+from hvdkit.supervisor.pace import crosses
+from hvdkit.supervisor.reports import RunStart, RunSummary, report_start
 from hvdkit.supervisor.saved_state import Position, built_optimizer, check_intervals, current_rate, state_to_save
 from hvdkit.supervisor.saver import Saver
-from hvdkit.supervisor.session_summaries import SummarizedSession
+from hvdkit.supervisor.session_summaries import SessionSummaries
 from hvdkit.supervisor.signals import PREEMPTED
 from hvdkit.supervisor.start import prepare_folder, restore_or_initialize
 from hvdkit.supervisor.store_lock import lock_of
@@ -34,13 +34,14 @@ from hvdkit.watchdog.reporter import reporter
 
 if TYPE_CHECKING:
     import keras
+    import numpy.typing as npt
 
 # Sessions of fits. After an error in a fit, its session is closed when the next session begins. No weak references:
 # the signal handlers of a garbage-collected session would stay installed.
 _in_fit: set[Supervisor] = set()
 
 
-class Supervisor(SummarizedSession):
+class Supervisor:
     """Run a training session over all ranks: the successor of ``tf.train.Supervisor``.
 
     On entry, all ranks compare their models. Then the newest valid checkpoint in ``logdir`` is restored, regardless of
@@ -108,6 +109,9 @@ class Supervisor(SummarizedSession):
         >>> with hk.Supervisor(logdir, model=model, data=batches, save_model_secs=60) as sv:
         ...     for x, y in sv.batches():
         ...         sv.step(loss=model.train_on_batch(x, y))
+        ...     sv.summary(accuracy=0.75)
+        ...     sv.histogram("weights", model.layers[0].kernel)
+        ...     sv.image("inputs", np.random.rand(4, 28, 28, 1))
         >>> sv.restored_from.name, sv.global_step, sv.preempted
         ('step-000000006', 10, False)
     """
@@ -136,7 +140,7 @@ class Supervisor(SummarizedSession):
         check_intervals({**counts, **intervals}, save_model_secs)
         switches = {"asynchronous": asynchronous, "gather": gather, "stop_on_nonfinite": stop_on_nonfinite}
         self._options = {**counts, **intervals, "save_model_secs": save_model_secs, **switches}
-        super().__init__(run_path(logdir, "logdir"))
+        self.logdir = run_path(logdir, "logdir")
         self.restored_from: RunPath | None = None
         self._folder = self.logdir / "checkpoints"
         self._data = data
@@ -156,7 +160,7 @@ class Supervisor(SummarizedSession):
             permitted=self._check_permitted,
             stop_on_nonfinite=stop_on_nonfinite,
         )
-        self._summary_steps = summary_steps
+        self._summaries = SessionSummaries(self.logdir / "summaries", self._position, summary_steps)
         self._gather = gather
         self._detector = (
             DivergenceDetector(lambda: replicated(model, self._optimizer), every=check_steps) if check_steps else None
@@ -167,8 +171,7 @@ class Supervisor(SummarizedSession):
         self._open = self._has_compared = False
         self._is_reported_by_fit = False
         self.trained: RunSummary | None = None
-        self._first_step = 0
-        self._began = 0.0
+        self._start = RunStart(step=0)
 
     # ---- the session ------------------------------------------------------------------------------------------
 
@@ -185,17 +188,15 @@ class Supervisor(SummarizedSession):
             prepare_folder(self._folder, gather=self._gather)
             rate = current_rate(self._optimizer)
             self.restored_from = restore_or_initialize(self._folder, self._state, gather=self._gather)
-            run_on_all_ranks(cluster.exchange(), "summaries", self._open_summaries, error=CheckpointError)
+            run_on_all_ranks(cluster.exchange(), "summaries", self._summaries.open, error=CheckpointError)
         except BaseException:
             self._lock.release()
             raise
         note_equal(self._optimizer)
         if cluster.is_chief():
-            report_start(self.global_step, self.restored_from, self._folder)
-            report_rate(rate, current_rate(self._optimizer))
-        self._first_step = self.global_step
-        self._began = time.monotonic()
-        progress().flight.notes.expect_examples(self._examples_per_step())
+            report_start(self.global_step, self.restored_from, self._folder, rate, current_rate(self._optimizer))
+        self._start = RunStart(step=self.global_step)
+        progress().flight.notes.expect_examples(self._position.examples_per_step)
         self._saver.start(self.restored_from, self.global_step)
         self._agreements.begin()
         self._open = True
@@ -211,7 +212,8 @@ class Supervisor(SummarizedSession):
                     self._agreements.agree(step, saves=self._saver.step != step, last=True)
                 average_moving_statistics(self._model, process_set=ranks_of(self._optimizer))
                 if not self.preempted and cluster.is_chief():
-                    self.trained = self._run_summary()
+                    newest = self._saver.newest or self._folder
+                    self.trained = self._start.summary(self._position, newest, self.logdir)
                     if not self._is_reported_by_fit:
                         self.trained.report()
         finally:
@@ -260,8 +262,7 @@ class Supervisor(SummarizedSession):
             self._agreements.end()
             try:
                 self._saver.abandon()
-                if self._summaries is not None:
-                    self._summaries.close()
+                self._summaries.close()
             finally:
                 self._lock.release()
 
@@ -332,15 +333,41 @@ class Supervisor(SummarizedSession):
         now = self._position.step
         progress().at_step(now)
         self._agreements.loss = scalars.get("loss")
-        if _crosses(self._summary_steps, before, now) and scalars:
-            self._write_means(scalars)
+        if scalars and crosses(self._summaries.every, before, now):
+            self._summaries.write_means(scalars)
         if self._detector is not None:
             if not self._has_compared:
                 self._has_compared = True
                 self._detector.compare(now)
             self._detector.check(now)
-        if (saves := _crosses(self._save_steps, before, now)) or self._agreements.pace.due(now):
+        if (saves := crosses(self._save_steps, before, now)) or self._agreements.pace.due(now):
             self._agreements.agree(now, saves=saves)
+
+    def summary(self, **scalars: Any) -> None:
+        """Write the chief's scalars at the current step; other ranks do nothing.
+
+        Args:
+            **scalars: numbers or scalar tensors by tag.
+        """
+        self._summaries.scalars(**scalars)
+
+    def histogram(self, name: str, values: npt.ArrayLike) -> None:
+        """Write a histogram of the chief's values at the current step; other ranks do nothing.
+
+        Args:
+            name: the tag.
+            values: numbers of any shape.
+        """
+        self._summaries.histogram(name, values)
+
+    def image(self, name: str, images: npt.ArrayLike) -> None:
+        """Write the chief's images at the current step; other ranks do nothing.
+
+        Args:
+            name: the tag.
+            images: ``[n, height, width, channels]``, uint8 or floats 0 to 1.
+        """
+        self._summaries.image(name, images)
 
     def save(self, *, wait: bool = True) -> RunPath:
         """Save now, after ``step``. Every rank must call it.
@@ -427,30 +454,8 @@ class Supervisor(SummarizedSession):
     def _check_permitted(self) -> None:
         """Before a checkpoint is complete, on the chief: the logdir is still locked, and the summaries are there."""
         self._lock.verify()
-        if self._summaries is not None:
-            self._summaries.publish()
-
-    def _run_summary(self) -> RunSummary:
-        return RunSummary(
-            steps=self.global_step - self._first_step,
-            seconds=time.monotonic() - self._began,
-            examples_per_step=self._examples_per_step(),
-            step=self.global_step,
-            checkpoint=self._saver.newest or self._folder,
-            logdir=self.logdir,
-        )
-
-    def _examples_per_step(self) -> float | None:
-        """Return the rows of a global batch, on average, or None if they are unknown."""
-        plan = getattr(self._data, "plan", None)
-        return plan.mean_batch_size if plan is not None else None
+        self._summaries.publish()
 
     def _begin_save(self) -> RunPath:
-        if self._summaries is not None:
-            self._summaries.flush()  # a run that resumes from this checkpoint must find them
+        self._summaries.flush()
         return self._saver.begin(self.global_step)
-
-
-def _crosses(every: int | None, before: int, now: int) -> bool:
-    """Return True if a multiple of ``every`` lies in ``(before, now]``."""
-    return every is not None and now // every > before // every

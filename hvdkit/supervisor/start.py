@@ -12,7 +12,7 @@ from hvdkit.checkpoint.manifest import NAME, step_of
 from hvdkit.checkpoint.rank_checks import agreed_state, check_shared, run_on_chief
 from hvdkit.checkpoint.restoring import restore
 from hvdkit.cluster.logs import get_logger
-from hvdkit.errors import CorruptCheckpointError, describe, printable
+from hvdkit.errors import CorruptCheckpointError, describe, listed, printable
 from hvdkit.sharding.variables import broadcast_variables
 from hvdkit.supervisor.saved_state import Position
 
@@ -47,7 +47,7 @@ def restore_or_initialize(folder: RunPath, state: Callable[[], Mapping[str, Any]
         else:
             return path
     if paths:
-        shown = "; ".join(damage[:_MAX_SHOWN]) + (f"; and {len(damage) - _MAX_SHOWN} more" * (len(damage) > _MAX_SHOWN))
+        shown = listed(damage, _MAX_SHOWN, separator="; ")
         got = f"{printable(folder)}, in which all {len(paths)} checkpoints are damaged ({shown})"
         remedy = (
             "repair one, e.g. from a backup; to start over on purpose, move that folder away or pass another logdir"

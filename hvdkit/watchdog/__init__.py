@@ -34,7 +34,7 @@ coordinator ends the job and writes the last line. The modules, in reading order
     sentinel_start.py  how a rank gets its sentinel
     training_thread.py what the training thread does, seen from another thread
     uncaught.py        uncaught exceptions
-    tracebacks.py      their tracebacks, without the frames of libraries
+    tracebacks.py      what exceptions say: their causes, and tracebacks without the frames of libraries
     busy.py            ``hk.busy``
     ending.py          ends a rank: its interpreter exits normally, within a deadline
 

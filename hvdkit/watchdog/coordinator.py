@@ -44,7 +44,7 @@ from hvdkit.watchdog.lines import Lines
 from hvdkit.watchdog.member import Member, broadcast
 from hvdkit.watchdog.settings import WatchdogSettings
 from hvdkit.watchdog.silent_ranks import LostRanks, SilentRanks
-from hvdkit.watchdog.verdict import PREEMPTED, Alive, Blame, Judged, Lost, RankEvent, Verdict, verdict
+from hvdkit.watchdog.verdict import PREEMPTED, Alive, Blame, Judged, Lost, RankEvent, Verdict, is_failure, verdict
 from hvdkit.watchdog.waits import Waits
 
 # Seconds to collect failures before a verdict: nearly simultaneous ones are compared to find the first.
@@ -190,9 +190,7 @@ class Coordinator:
         member = Member(joined, send, now, peer)
         before = self.members.get(joined.rank)
         if before is not None:
-            member.is_training = before.is_training
-            member.status = before.status
-            member.pid = before.pid
+            member.continue_from(before)
         self.members[joined.rank] = self._running[joined.rank] = member
         self._lost.discard(joined.rank)
         if self._metrics is not None:
@@ -301,8 +299,7 @@ class Coordinator:
     def _give_up(self, member: Member, now: float) -> None:
         """Close the connection to a sentinel that does not answer."""
         self._lose(member, now, is_silent=True)
-        if member.peer is not None:
-            member.peer.connection.close()
+        member.disconnect()
 
     def _record(self, member: Member, event: Message, at: float, *, ordered: bool = False) -> None:
         ordered = ordered or self.stop_requested or self.verdict is not None
@@ -392,23 +389,15 @@ class Coordinator:
         for member in self._lost.of_lost_hosts():
             self._blame_lost(member)
         verdict = self.judge()
-        if verdict.code == 0 or (
-            verdict.rank is None and not any(map(self._is_failure, chain.from_iterable(self._events.values())))
-        ):
+        have_left = {rank for rank, member in self.members.items() if member.script_ended_at is not None}
+        events = chain.from_iterable(self._events.values())
+        if verdict.code == 0 or (verdict.rank is None and not any(is_failure(each, have_left) for each in events)):
             return
         self.verdict = verdict
         if self._metrics is not None:
             self._metrics.fail(verdict)
         self._give_up_at = now + self.settings.unwind + _REPORT_END_SECONDS
         self._end.begin(verdict)
-
-    def _is_failure(self, rank_event: RankEvent) -> bool:
-        """Return True for an event that must end the job even if it is unknown which rank failed first."""
-        event = rank_event.event
-        member = self.members[rank_event.rank]
-        if isinstance(event, Exited):  # after the script's end, an unknown exit code does not count as a failure
-            return event.code != 0 and (event.code is not None or member.script_ended_at is None)
-        return not rank_event.ordered and isinstance(event, (Failed, Lost))
 
     @property
     def flight(self) -> str:
@@ -428,8 +417,7 @@ class Coordinator:
         """Stop listening, and close all connections. Sentinels of ``hvdkit run`` then end their programs."""
         self.server.close()
         for member in self.members.values():
-            if member.peer is not None:
-                member.peer.connection.close()
+            member.disconnect()
 
     @property
     def launcher_waits(self) -> bool:

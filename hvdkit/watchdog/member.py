@@ -53,6 +53,17 @@ class Member:
         """Return for how long it has been idle, not counting the time before ``at``."""
         return min(self.status.idle, self.status_at - at)
 
+    def continue_from(self, before: Member) -> None:
+        """Take over what is known of the rank from its sentinel before this one."""
+        self.is_training = before.is_training
+        self.status = before.status
+        self.pid = before.pid
+
+    def disconnect(self) -> None:
+        """Close the connection to the sentinel."""
+        if self.peer is not None:
+            self.peer.connection.close()
+
     def begin_training(self, pid: int) -> None:
         """Note that the rank has called ``hk.init()``, maybe again after the end of an earlier world."""
         self.is_training = True

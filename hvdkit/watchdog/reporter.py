@@ -39,8 +39,8 @@ from hvdkit.watchdog.lines import flush_streams
 from hvdkit.watchdog.metrics_server import METRICS, address_from_environment, url_of
 from hvdkit.watchdog.sentinel_start import inherited_socket, listen_for_ranks, resume_if_stopped, start_sentinel
 from hvdkit.watchdog.settings import EXIT, WatchdogSettings, seconds
+from hvdkit.watchdog.tracebacks import ended_a_step, left_a_loop, raised, with_cause_first
 from hvdkit.watchdog.training_thread import TrainingThread
-from hvdkit.watchdog.uncaught import UncaughtErrors, ended_a_step, left_a_loop, with_cause_first
 
 _LOGGER = logging.getLogger("hvdkit")
 # Seconds to wait for the coordinator's answer before this rank reports its failure itself.
@@ -56,7 +56,6 @@ class Reporter:
 
     Attributes:
         pid: PID of this process, to distinguish forked children, which are not ranks.
-        uncaught: reports uncaught exceptions.
         doing: what this rank does while others wait for it, for reports; "" if unknown.
         problem: why rank 0 cannot serve metrics, to be raised on all ranks, or None.
     """
@@ -64,7 +63,6 @@ class Reporter:
     def __init__(self, recorder: FlightRecorder) -> None:
         self.recorder = recorder
         self.pid = os.getpid()
-        self.uncaught = UncaughtErrors(self)
         self.doing = ""
         self.problem: ValueError | None = None
         self._metrics_listener: socket.socket | None = None
@@ -260,15 +258,14 @@ class Reporter:
             self.recorder.sampler()
             self.recorder.set_in_graph(self._thread.is_in_graph)
             caught = self._thread.exception
-            if caught is not None and not hasattr(caught, _REPORTED) and self._has_ended_steps(caught):
-                self.note_raised(caught)
+            if caught is not None and not hasattr(caught, _REPORTED):
+                # The program handles it, and has ended a step or a loop of steps.
+                has_ended = ended_a_step(caught, self.recorder.graphs) or left_a_loop(caught, self.recorder.callers)
+                if has_ended:
+                    self.note_raised(caught)
         except Exception as error:  # must not end the rank
             _LOGGER.warning("flight recorder: rank %d stops recording collectives in graphs: %s", self._rank, error)
             self.recorder.sampler = lambda: None
-
-    def _has_ended_steps(self, error: BaseException) -> bool:
-        """Return True if an exception that the program handles has ended a step, or a loop of steps."""
-        return ended_a_step(error, self.recorder.graphs) or left_a_loop(error, self.recorder.callers)
 
     def explained(self, error: Exception) -> Exception:
         """Return an error to raise instead of ``error``, with a message that begins with what went wrong, and where.
@@ -286,7 +283,7 @@ class Reporter:
         if hasattr(error, _REPORTED) or not self.is_watched or ending().begun or is_victim(error):
             return
         setattr(error, _REPORTED, True)
-        self.send(self.uncaught.raised(error))
+        self.send(raised(error))
 
     def _obey(self, order: Message) -> None:
         if isinstance(order, Watching):
@@ -370,9 +367,8 @@ class Reporter:
         return True
 
     def remove(self) -> None:
-        """Stop reporting failures, and do not replace the sentinel."""
+        """Do not replace the sentinel any more."""
         self._closed = True
-        self.uncaught.remove()
 
     def leave(self, *, keeps_horovod: bool) -> None:
         """Report that this rank's script has ended.

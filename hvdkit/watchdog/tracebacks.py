@@ -1,18 +1,37 @@
-"""The traceback of an exception, in which frames of libraries between the user's are folded."""
+"""What an exception says to the user: its cause, and its traceback, in which frames of libraries are folded.
+
+Also whether an exception that the program handles has ended a step in which other ranks may still be.
+"""
 
 from __future__ import annotations
 
+import ast
+import linecache
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
+from types import CodeType
 
+from hvdkit.errors import printable
+from hvdkit.watchdog.events import Raised
+
+LONGEST_TEXT = 60_000
+"""Characters of a traceback that a rank sends at most: the last ones."""
 _FRAME = re.compile(r'  File "(.*)", line \d+, in ')
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/(keras|tensorflow|horovod|hvdkit)/")
 _HVDKIT = f"{Path(__file__).parents[1]}/"
 _BETWEEN = re.compile(r"/lib/python3\.\d+/contextlib\.py$")
+# The op that runs a graph, as TensorFlow names it: in a frame of its own that it does not remove from tracebacks.
+_GRAPH = re.compile(r"__(?:inference|forward)_(.*)_\d+")
+_TRACEBACK = "Traceback (most recent call last):"
+# What TensorFlow puts before the message of an error of an eager op, e.g. of a dataset's iterator.
+_FUNCTION_NODE = re.compile(r"^\{\{function_node [^}]*\}\} ")
+# Keras's colors, and the line that it puts before the message of a layer's error.
+_COLOR = re.compile(r"\x1b\[[0-9;]*m|\\x1b\[[0-9;]*m")
+_IN_A_LAYER = "Exception encountered when calling"
 
 
 def format_exception(error: BaseException) -> list[str]:
@@ -96,3 +115,99 @@ def _library(block: str) -> str:
         return "contextlib"
     library = _LIBRARY.search(path)
     return "" if library is None else library[1]
+
+
+# ---- the cause -------------------------------------------------------------------------------------------------------
+
+
+def report_lines(error: BaseException) -> list[str]:
+    """Return the lines of a traceback. The first is the cause if TensorFlow puts that after all nodes of a graph."""
+    lines = [printable(line, keep="\t") for line in format_exception(error)]
+    is_hidden = "Graph execution error" in str(error)
+    return [f"{type(error).__name__}: {cause_of(error)}", *lines] if is_hidden else lines
+
+
+def raised(error: BaseException) -> Raised:
+    """Return the report of an exception that the program may catch."""
+    text = "\n".join(report_lines(error))[-LONGEST_TEXT:]
+    return Raised(cause=f"{type(error).__name__}: {cause_of(error)}", text=text)
+
+
+def with_cause_first(error: Exception, rank: int) -> Exception:
+    """Return an error of TensorFlow with its cause and the rank in the first line; other errors unchanged.
+
+    TensorFlow puts the cause of an error in a graph after a list of the graph's nodes.
+    """
+    text = str(error)
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if "OpError" not in names or not text.startswith("Graph execution error"):
+        return error
+    explained = type(error)(error.node_def, error.op, f"rank {rank}: {cause_of(error)}\n\n{text}")  # type: ignore
+    return explained.with_traceback(error.__traceback__)
+
+
+def ended_a_step(error: BaseException, graphs: Collection[str]) -> bool:
+    """Return True if one of ``graphs``, the functions of TensorFlow that have collectives, raised an exception."""
+    trace = error.__traceback__
+    while trace is not None:
+        name = _GRAPH.fullmatch(str(trace.tb_frame.f_locals.get("op_name")))
+        if name is not None and name[1] in graphs:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def left_a_loop(error: BaseException, callers: Mapping[CodeType, Collection[int]]) -> bool:
+    """Return True if an exception that is being handled has ended a function or a loop with steps.
+
+    A handler inside the loop may continue it, e.g. after it has read a batch again.
+
+    Args:
+        error: the exception.
+        callers: the code that called functions with collectives, and the lines of the calls.
+    """
+    trace = error.__traceback__
+    if trace is None:
+        return False
+    handler = trace.tb_frame
+    line = trace.tb_lineno
+    for start, end in _loops_of(handler.f_code.co_filename, callers.get(handler.f_code, ())):
+        if start <= line <= end and not start <= handler.f_lineno <= end:
+            return True
+    while (trace := trace.tb_next) is not None:  # these functions have ended
+        if trace.tb_frame.f_code in callers:
+            return True
+    return False
+
+
+def _loops_of(file: str, lines: Collection[int]) -> Iterator[tuple[int, int]]:
+    """Yield first and last line of the innermost loop around each of ``lines``."""
+    if not lines:
+        return
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return
+    loops = [(one.lineno, one.end_lineno or 0) for one in ast.walk(tree) if isinstance(one, (ast.For, ast.While))]
+    for line in lines:
+        around = [loop for loop in loops if loop[0] <= line <= loop[1]]
+        if around:
+            yield max(around)
+
+
+def cause_of(error: BaseException) -> str:
+    """Return the most informative line of an error's message, without the name of TensorFlow's function."""
+    text = _COLOR.sub("", str(error))
+    lines = [_FUNCTION_NODE.sub("", line.strip()) for line in text.splitlines() if line.strip()] or ["no message"]
+    if lines[0].startswith(_IN_A_LAYER) and len(lines) > 1:
+        return f"{lines[1]} ({lines[0].rstrip('.')})"
+    if "Graph execution error:" in lines[1:2]:  # see with_cause_first
+        return lines[0].partition(": ")[2]
+    if any("has been shut down" in line for line in lines):
+        return "another rank left the job; its own error is printed above"
+    if lines[0].startswith("Graph execution error") and _TRACEBACK in lines:
+        return lines[lines.index(_TRACEBACK) - 1]  # an error of Python in a graph, such as one of a generator
+    # TensorFlow puts the cause between "Graph execution error:" with its stack, and the node.
+    frame = ("Graph execution error", "Detected at", "File ", "[[{{node")
+    causes = [line for line in lines if not line.startswith(frame)] or lines
+    return causes[0] if lines[0] in causes else causes[-1]

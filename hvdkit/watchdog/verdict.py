@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 import signal
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -105,6 +105,18 @@ class Verdict:
     def line(self) -> str:
         """The rank, its host and what it did, in one line."""
         return self.summary if self.rank is None else f"rank {self.rank} on {self.host} {self.summary}"
+
+
+def is_failure(one: RankEvent, have_left: Collection[int]) -> bool:
+    """Return True for an event that must end the job even if it is unknown which rank failed first.
+
+    Args:
+        one: the event.
+        have_left: the ranks whose scripts have ended.
+    """
+    if isinstance(one.event, Exited):  # after the script's end, an unknown exit code does not count as a failure
+        return one.event.code != 0 and (one.event.code is not None or one.rank not in have_left)
+    return not one.ordered and isinstance(one.event, (Failed, Lost))
 
 
 def verdict(events: Iterable[RankEvent], size: int, hosts: Mapping[int, str] = {}) -> Verdict:

@@ -24,6 +24,7 @@ from hvdkit.machine import processes  # noqa: E402
 from hvdkit.machine.launcher import LaunchedRank  # noqa: E402
 from hvdkit.watchdog.flight_recorder import recorder  # noqa: E402
 from hvdkit.watchdog.reporter import reporter  # noqa: E402
+from hvdkit.watchdog.uncaught import uncaught_errors  # noqa: E402
 
 FOLDER, RANK, SIZE, STEPS, STRESS, SEED = Path(sys.argv[1]), *map(int, sys.argv[2:5]), sys.argv[5], int(sys.argv[6])
 HEARTBEAT = float(os.environ["HVDKIT_HEARTBEAT_SECONDS"])
@@ -99,7 +100,7 @@ def main() -> None:
         (FOLDER / "offer.part").rename(FOLDER / "offer")
     while not (FOLDER / "offer").exists():
         time.sleep(0.005)
-    world.uncaught.install(RANK, lambda: None, None)
+    uncaught_errors().install(RANK, lambda: None, None)
     hosts = [f"host-{rank}" for rank in range(SIZE)]
     world.join(RANK, hosts, [processes.place()] * SIZE, (FOLDER / "offer").read_text(), [], lambda: None)
     chosen = random.Random(SEED)

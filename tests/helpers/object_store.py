@@ -16,12 +16,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
+import hvdkit as hk
 from helpers.delayed_listing import DelayedListings
 from hvdkit.checkpoint import stores
 
 BUCKET = "bucket"
+RUN = f"s3://{BUCKET}/run"
+STEP_1 = f"{RUN}/step-000000001"
+STEP_2 = f"{RUN}/step-000000002"
 SECRET = "a-secret-key"
 Fault = Callable[["Request"], "int | str | None"]
 _MOST_SKEW = 900.0  # seconds; S3 refuses a request whose time differs by more
@@ -244,3 +249,14 @@ def _later(data: bytes, skew: float) -> bytes:
         return (then + datetime.timedelta(seconds=skew)).isoformat().encode()
 
     return _LISTED_TIME.sub(shifted, data) if skew else data
+
+
+def state(value):
+    """Return a state to save, which :func:`value_of` reads from a checkpoint."""
+    return {"weights": np.full((8, 3), float(value)), "step": value}
+
+
+def value_of(path):
+    restored = hk.checkpoint.restore(path, state(0))
+    assert np.all(restored["weights"] == restored["step"])
+    return restored["step"]

@@ -1,4 +1,4 @@
-"""A model whose files are read while they are written."""
+"""Models to save: one to load again, and one whose files are read while they are written."""
 
 from __future__ import annotations
 
@@ -6,6 +6,22 @@ import keras
 import numpy as np
 
 import hvdkit as hk
+
+X = np.random.default_rng(3).normal(size=(24, 4)).astype("f4")
+Y = X[:, :1] * 2 + 1
+
+
+def model_of(optimizer):
+    keras.utils.set_random_seed(2)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, "relu"), keras.layers.Dense(1)])
+    if optimizer is not None:
+        model.compile(optimizer, keras.losses.MeanSquaredError(), jit_compile=False)
+    return model
+
+
+def fit(model, x=X, y=Y):
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    return model
 
 
 @keras.saving.register_keras_serializable("saved_models")

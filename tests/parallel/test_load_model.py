@@ -10,27 +10,13 @@ import keras
 import numpy as np
 import pytest
 from helpers.as_one import same_values
+from helpers.saved_models import X, Y, fit, model_of
 
 import hvdkit as hk
 from hvdkit.optimizer.mixins import DistributedMixin
 from hvdkit.sharding.shards import piece_states
 
 opts = keras.optimizers
-X = np.random.default_rng(3).normal(size=(24, 4)).astype("f4")
-Y = X[:, :1] * 2 + 1
-
-
-def model_of(optimizer):
-    keras.utils.set_random_seed(2)
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, "relu"), keras.layers.Dense(1)])
-    if optimizer is not None:
-        model.compile(optimizer, keras.losses.MeanSquaredError(), jit_compile=False)
-    return model
-
-
-def fit(model, x=X, y=Y):
-    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-    return model
 
 
 def values(model):

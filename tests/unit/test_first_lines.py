@@ -12,7 +12,7 @@ from hvdkit.collectives.graphs import op_name
 from hvdkit.errors import ClusterError
 from hvdkit.watchdog.ending import is_interrupt, is_victim
 from hvdkit.watchdog.flight_recorder import recorder
-from hvdkit.watchdog.uncaught import _traceback, cause_of, ended_a_step, left_a_loop, with_cause_first
+from hvdkit.watchdog.tracebacks import cause_of, ended_a_step, left_a_loop, report_lines, with_cause_first
 
 
 def load(path):
@@ -48,7 +48,7 @@ def test_the_cause_comes_before_the_nodes_of_the_graph(graph_error):
     assert line.startswith("rank 1: ") and cause in line
     assert cause_of(first) == cause_of(graph_error) and cause in cause_of(first)
     assert with_cause_first(first, 1) is first
-    assert cause in _traceback(graph_error)[0]
+    assert cause in report_lines(graph_error)[0]
     data = tf.data.Dataset.from_tensors("part-3.csv").map(lambda path: tf.numpy_function(load, [path], tf.float32))
     line = cause_of(error_of(next, iter(data)))
     assert line.startswith("Error in user-defined function") and cause in line

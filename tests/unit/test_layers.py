@@ -1,13 +1,14 @@
-"""Check the architecture in the sources: imports only go down, files and functions stay short."""
+"""Check the architecture in the sources: imports only go down, and no files import each other."""
 
 from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from hvdkit import internals
@@ -137,6 +138,43 @@ def test_every_module_has_a_layer():
 
 def test_imports_go_down_only():
     assert not [breach for path in FILES for breach in breaches(path)]
+
+
+def import_circle(paths: Sequence[Path]) -> list[str]:
+    """Return a circle of files that import each other, also in functions and for types; empty if there is none."""
+    path_of = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
+    imported = {
+        name: {each for _, each in imports_of(path)} & (set(path_of) - {name}) for name, path in path_of.items()
+    }
+    try:
+        graphlib.TopologicalSorter(imported).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_files_import_each_other():
+    # A package and the files in it may: the lazy names of its __init__.
+    assert not import_circle([path for path in FILES if path.name != "__init__.py"])
+
+
+def test_the_check_sees_a_circle(tmp_path, monkeypatch):
+    """Of three files, one import in a function and one for types; a fourth file only imports them."""
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path / "hvdkit")
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    (tmp_path / "hvdkit/data").mkdir(parents=True)
+    texts = {
+        "reader": "from hvdkit.data import plan",
+        "plan": "def f():\n    from hvdkit.data.batches import Batches",
+        "batches": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from hvdkit.data.reader import Reader",
+        "above": "from hvdkit.data import batches, plan",
+    }
+    paths = [tmp_path / f"hvdkit/data/{name}.py" for name in texts]
+    for path, text in zip(paths, texts.values(), strict=True):
+        path.write_text(text)
+    assert set(import_circle(paths)) == {f"hvdkit.data.{name}" for name in ("reader", "plan", "batches")}
+    paths[2].write_text("from hvdkit import errors")
+    assert not import_circle(paths)
 
 
 @functools.cache

@@ -5,26 +5,12 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
+from helpers.saved_models import fit, model_of
 
 import hvdkit as hk
 
 hk.init()
 opts = keras.optimizers
-X = np.random.default_rng(3).normal(size=(24, 4)).astype("f4")
-Y = X[:, :1] * 2 + 1
-
-
-def model_of(optimizer):
-    keras.utils.set_random_seed(2)
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, "relu"), keras.layers.Dense(1)])
-    if optimizer is not None:
-        model.compile(optimizer, keras.losses.MeanSquaredError(), jit_compile=False)
-    return model
-
-
-def fit(model, x=X, y=Y):
-    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-    return model
 
 
 def test_what_was_not_compiled_stays_so(tmp_path):

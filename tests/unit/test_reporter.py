@@ -11,7 +11,7 @@ from helpers.speed import WAIT
 
 import hvdkit
 from hvdkit.cluster import logs, tensorflow_loading
-from hvdkit.watchdog.uncaught import cause_of
+from hvdkit.watchdog.tracebacks import cause_of
 
 PACKAGE = f"""
 import sys, types
@@ -26,10 +26,11 @@ from hvdkit.machine import processes
 from hvdkit.machine.launcher import LaunchedRank
 from hvdkit.watchdog.events import GiveStacks
 from hvdkit.watchdog.reporter import reporter
+from hvdkit.watchdog.uncaught import uncaught_errors
 logging.basicConfig()
 rank = reporter()
 offer = rank.begin(LaunchedRank(launcher="x", rank=0, size=2, local_rank=0, local_size=2, controller="mpi"))
-rank.uncaught.install(0, lambda: None, None)
+uncaught_errors().install(0, lambda: None, None)
 rank.join(0, ["h", "h"], ["p", "p"], offer, [], lambda: None)
 while not rank._sentinel:
     time.sleep(0.01)

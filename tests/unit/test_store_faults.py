@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from helpers.object_store import BUCKET, make_impatient, served
+from helpers.object_store import BUCKET, RUN, STEP_1, STEP_2, make_impatient, state, value_of
 
 import hvdkit as hk
 from hvdkit.checkpoint.folder import list_checkpoints, record_damage, tidy
@@ -15,34 +15,8 @@ from hvdkit.commands.cli import main
 from hvdkit.supervisor import store_lock
 
 pytestmark = pytest.mark.full
-RUN = f"s3://{BUCKET}/run"
-STEP_1 = f"{RUN}/step-000000001"
-STEP_2 = f"{RUN}/step-000000002"
 HOUR = 3600.0
 DELAY = 3600.0  # seconds, so that nothing becomes visible during a test
-
-
-@pytest.fixture(scope="module")
-def server():
-    with served() as store:
-        yield store
-
-
-@pytest.fixture
-def store(server):
-    hk.init()
-    server.clear()
-    return server
-
-
-def state(value):
-    return {"weights": np.full((8, 3), float(value)), "step": value}
-
-
-def value_of(path):
-    restored = hk.checkpoint.restore(path, state(0))
-    assert np.all(restored["weights"] == restored["step"])
-    return restored["step"]
 
 
 def train(until, **options):

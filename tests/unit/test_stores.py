@@ -12,7 +12,7 @@ from collections import Counter
 import keras
 import numpy as np
 import pytest
-from helpers.object_store import BUCKET, SECRET, make_impatient, served
+from helpers.object_store import BUCKET, RUN, SECRET, STEP_1, STEP_2, make_impatient, state, value_of
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 from upath import UPath
 
@@ -26,32 +26,6 @@ from hvdkit.commands.cli import main
 from hvdkit.supervisor import store_lock
 
 pytestmark = pytest.mark.full
-RUN = f"s3://{BUCKET}/run"
-STEP_1 = f"{RUN}/step-000000001"
-STEP_2 = f"{RUN}/step-000000002"
-
-
-@pytest.fixture(scope="module")
-def server():
-    with served() as store:
-        yield store
-
-
-@pytest.fixture
-def store(server):
-    hk.init()
-    server.clear()
-    return server
-
-
-def state(value):
-    return {"weights": np.full((8, 3), float(value)), "step": value}
-
-
-def value_of(path):
-    restored = hk.checkpoint.restore(path, state(0))
-    assert np.all(restored["weights"] == restored["step"])
-    return restored["step"]
 
 
 def train(logdir, epochs, **options):

@@ -12,6 +12,7 @@ from typing import Annotated
 
 from tyro.conf import arg
 
+from hvdkit.commands.options import check_minimum
 from hvdkit.commands.run import restarts
 from hvdkit.commands.run.config import EngineKind, RunConfig
 from hvdkit.commands.run.job import prepare
@@ -49,8 +50,7 @@ class CheckSteps:
     def __post_init__(self) -> None:
         if self.np < 2:
             raise ValueError(describe("-np", self.np, "at least 2", "pass the number of ranks of your job, or 2"))
-        if self.steps < 1:
-            raise ValueError(describe("--steps", self.steps, "at least 1", "pass another number"))
+        check_minimum(self, {"steps": 1})
         self.run_config(self.np)
 
     def run_config(self, np: int) -> RunConfig:

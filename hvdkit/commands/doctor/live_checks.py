@@ -12,7 +12,7 @@ from hvdkit.commands.doctor import algorithm
 from hvdkit.commands.doctor.facts import Facts
 from hvdkit.commands.doctor.finding import Finding
 from hvdkit.machine.environment import outside_a_job
-from hvdkit.machine.mpi import ROOT_VARIABLES
+from hvdkit.machine.mpi import ROOT_VARIABLES, MpiLauncher
 from hvdkit.machine.subprocesses import Outcome, run
 
 RANKS = 2
@@ -40,8 +40,7 @@ def run_mpirun(facts: Facts, timeout: float) -> Finding:
     built = facts.training["horovod"]
     if facts.mpirun is None or not facts.training.loaded("horovod") or not built["mpi"]:
         return Finding(name, "note", "not tried: needs mpirun, and a Horovod that loads and has MPI")
-    options = ["--oversubscribe"] if facts.open_mpi else []
-    return _run_allreduce(name, [facts.mpirun.path, *options, "-np", str(RANKS), *RANK_COMMAND], facts, timeout)
+    return _run_allreduce(name, [*_mpirun(facts.mpirun, facts, RANKS), *RANK_COMMAND], facts, timeout)
 
 
 def run_gloo(facts: Facts, timeout: float) -> Finding:
@@ -53,11 +52,18 @@ def run_gloo(facts: Facts, timeout: float) -> Finding:
     return _run_allreduce(name, [facts.horovodrun.path, "--gloo", "-np", str(RANKS), *RANK_COMMAND], facts, timeout)
 
 
+def _mpirun(launcher: MpiLauncher, facts: Facts, ranks: int) -> list[str]:
+    return [launcher.path, *(["--oversubscribe"] if facts.open_mpi else []), "-np", str(ranks)]
+
+
+def _environment(facts: Facts) -> dict[str, str]:
+    """Return the environment of a launcher; that root needs permission is reported by the check ``root``."""
+    return outside_a_job(facts.environment) | dict.fromkeys(ROOT_VARIABLES, "1")
+
+
 def _run_allreduce(name: str, argv: list[str], facts: Facts, timeout: float) -> Finding:
     """Run the launcher's command line, and return the result of the allreduce as a finding."""
-    environment = {**outside_a_job(facts.environment), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    environment.update(dict.fromkeys(ROOT_VARIABLES, "1"))  # root is reported by the check `root`
-    outcome = run(argv, timeout=timeout, env=environment)
+    outcome = run(argv, timeout=timeout, env=_environment(facts) | {"TF_CPP_MIN_LOG_LEVEL": "3"})
     results = [json.loads(text) for text in RESULT_LINE.findall(outcome.stdout)]
     details = {"seconds": round(outcome.seconds, 1), "command": argv, "results": results}
     if results and all(1 in (result["size"], result["mpi4py_size"]) for result in results):
@@ -95,10 +101,8 @@ def allreduce(facts: Facts, timeout: float) -> Finding:
     if facts.mpirun is None or not facts.mpi4py.loaded("mpi4py"):
         return Finding(name, "note", "not tried: needs mpirun, and an mpi4py that loads")
     with_rules = facts.open_mpi is not None and not rings.is_configured(facts.environment)
-    options = ["--oversubscribe"] if facts.open_mpi else []
-    argv = [facts.mpirun.path, *options, "-np", str(algorithm.RANKS), sys.executable, str(ALGORITHM)]
-    environment = outside_a_job(facts.environment) | dict.fromkeys(ROOT_VARIABLES, "1")
-    outcome = run(argv, timeout=timeout, env=environment | (rings.variables() if with_rules else {}))
+    argv = [*_mpirun(facts.mpirun, facts, algorithm.RANKS), sys.executable, str(ALGORITHM)]
+    outcome = run(argv, timeout=timeout, env=_environment(facts) | (rings.variables() if with_rules else {}))
     match = ALGORITHM_LINE.search(outcome.stdout)
     details = {"command": argv, "rules": str(rings.RULES) if with_rules else None}
     if outcome.code != 0 or match is None:

@@ -11,7 +11,7 @@ from tyro.conf import arg
 
 from hvdkit.commands.measure.measurements import MeasureRequest
 from hvdkit.commands.measure.workloads import BATCHES, USUAL_OPTIMIZERS, ModelName, OptimizerName
-from hvdkit.commands.options import UNSET, check_output
+from hvdkit.commands.options import UNSET, check_minimum, check_output
 from hvdkit.commands.run.config import EngineKind, RunConfig
 from hvdkit.errors import describe
 from hvdkit.profiling.settings import FIRST, LAST, ProfileSettings
@@ -51,10 +51,7 @@ class MeasureOptions:
 
     def __post_init__(self) -> None:
         self.run_config()  # validates the options of hvdkit run
-        for name in ("batch", "steps", "warm_up", "rounds"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(describe(f"--{name.replace('_', '-')}", value, "at least 1", "pass another number"))
+        check_minimum(self, {"batch": 1, "steps": 1, "warm_up": 1, "rounds": 1})
 
     @property
     def batch_size(self) -> int:

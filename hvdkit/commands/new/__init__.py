@@ -13,6 +13,7 @@ from tyro.conf import Positional
 
 from hvdkit.commands.options import output_errors
 from hvdkit.errors import describe
+from hvdkit.machine.terminal import aligned
 
 _HERE = Path(__file__).parent
 Cluster = Literal["local", "ssh", "slurm", "kubernetes", "kubeflow"]
@@ -124,6 +125,5 @@ def _steps(config: New) -> list[str]:
     ]
     if config.cluster != "local":
         steps.append(("make submit", f"the same {_PLACES[config.cluster]}; see README.md"))
-    width = max(len(command) for command, _ in steps)
-    lines = [f"{command:{width}}  # {note}" if note else command for command, note in steps]
+    lines = aligned([(command, note and f"# {note}") for command, note in steps])
     return lines if config.path.resolve() == Path.cwd() else [f"cd {shlex.quote(str(config.path))}", *lines]

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, get_args
 
 from tyro.conf import UseAppendAction, arg
 
-from hvdkit.commands.options import UNSET
+from hvdkit.commands.options import UNSET, check_minimum
 from hvdkit.commands.run.output import Shown
 from hvdkit.errors import describe
 from hvdkit.machine.launcher import ALONE, launched_rank
@@ -118,11 +118,7 @@ class RunConfig:
             raise ValueError(describe("--output", "files, without --logs", "a folder for them", "pass --logs DIR"))
         if self.k8s and self.image is None:
             raise ValueError(describe("--image", "none", "a container image, for --k8s", "pass --image NAME"))
-        for name, minimum in _MINIMUM.items():
-            value = getattr(self, name)
-            if value is not None and not value >= minimum:  # also rejects NaN
-                flag = "-np" if name == "np" else f"--{name.replace('_', '-')}"
-                raise ValueError(describe(flag, value, f"at least {minimum}", "pass another number"))
+        check_minimum(self, _MINIMUM)
         if self.min_np is not None and self.np is not None and self.min_np > self.np:
             raise ValueError(describe("--min-np", self.min_np, f"at most -np ({self.np})", "lower it, or raise -np"))
         for name in self.env:

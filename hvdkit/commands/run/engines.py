@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from hvdkit.commands.run.hosts import Host
 from hvdkit.errors import describe
@@ -34,6 +37,11 @@ ENGINE_PREFIXES = (
     "RAY_TLS",
     "RAY_USE_TLS",
 )
+
+
+def function_process(kind: str, *arguments: str) -> tuple[str, ...]:
+    """Return the command line of a process of ``hk.run``, see ``function_process.py``."""
+    return (sys.executable, os.path.realpath(Path(__file__).with_name("function_process.py")), kind, *arguments)
 
 
 @dataclass(frozen=True)

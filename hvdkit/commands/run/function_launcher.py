@@ -9,13 +9,12 @@ import os
 import pickle
 import shutil
 import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 
-from hvdkit.commands.run import function_process
 from hvdkit.commands.run.command import start
 from hvdkit.commands.run.config import RunConfig
+from hvdkit.commands.run.engines import function_process
 from hvdkit.commands.run.function_transfer import FunctionServer
 from hvdkit.commands.run.job import prepare
 from hvdkit.commands.run.ray_job import RayReservation, on_ray
@@ -42,7 +41,7 @@ def launch(name: str, caller: str) -> None:
     config: RunConfig
     reservation: RayReservation | None
     config, reservation = pickle.loads((folder / CONFIG).read_bytes())
-    program = [sys.executable, function_process.PATH, "rank"]
+    program = list(function_process("rank"))
     end: Verdict | Exception
     try:
         job = prepare(config, program)

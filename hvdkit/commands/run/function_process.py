@@ -13,14 +13,13 @@ import os
 import signal
 import sys
 
-PATH = os.path.realpath(__file__)
-
 
 def main() -> None:
     """Run the process that the command line names."""
     kind, *arguments = sys.argv[1:]
     # In place of the folder of this file, whose modules are not for users.
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(PATH))))  # noqa: PTH120
+    path = os.path.realpath(__file__)
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(path))))  # noqa: PTH120
     if kind == "launcher":
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it silently until it starts the job
         from hvdkit.commands.run.function_launcher import launch

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdkit.commands.options import read_text
 from hvdkit.errors import describe
 from hvdkit.machine.interfaces import host_names
 
@@ -56,13 +57,8 @@ def read_hostfile(path: Path, argument: str = "--hostfile") -> tuple[Host, ...]:
     Raises:
         ValueError: the file cannot be read or does not contain a host, or a line is not a host and its slots.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise ValueError(describe(argument, f"{path} ({why})", "a readable file", "check its path")) from None
     hosts = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(argument, path).splitlines(), 1):
         text = line.partition("#")[0].strip()
         if text:
             hosts.append(_entry(text, f"{argument} {path}, line {number}"))

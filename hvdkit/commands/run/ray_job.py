@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from hvdkit.commands.run import function_process
-from hvdkit.commands.run.engines import CommandLine, Engine
+from hvdkit.commands.run.engines import CommandLine, Engine, function_process
 from hvdkit.commands.run.hosts import Host, slots_of
 from hvdkit.commands.run.job import Job
 from hvdkit.commands.run.preflight import Answer, Network
@@ -95,7 +94,7 @@ class RayJob(Job):
             names=(*(name for name in self.names if name not in self.config.env), *names),
             folder=str(Path.cwd()),
         )
-        return CommandLine((sys.executable, function_process.PATH, "ray", str(launch)), {"PYTHONUNBUFFERED": "1"})
+        return CommandLine(function_process("ray", str(launch)), {"PYTHONUNBUFFERED": "1"})
 
 
 def on_ray(job: Job, reservation: RayReservation) -> RayJob:

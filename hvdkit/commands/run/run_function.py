@@ -19,8 +19,9 @@ from typing import IO, TypeVar, cast
 
 import cloudpickle
 
-from hvdkit.commands.run import function_launcher, function_process
+from hvdkit.commands.run import function_launcher
 from hvdkit.commands.run.config import EngineKind, RunConfig
+from hvdkit.commands.run.engines import function_process
 from hvdkit.commands.run.function_transfer import FUNCTION_VARIABLE, FunctionCall, FunctionOutcome, outcome_file
 from hvdkit.commands.run.output import Shown
 from hvdkit.commands.run.ray_job import RayReservation
@@ -211,7 +212,7 @@ def _launch(folder: Path) -> int:
     """
     interrupt: KeyboardInterrupt | None = None
     launcher = subprocess.Popen(
-        [sys.executable, function_process.PATH, "launcher", str(folder), str(os.getpid())],
+        function_process("launcher", str(folder), str(os.getpid())),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

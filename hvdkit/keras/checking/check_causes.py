@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from hvdkit.errors import listed
 from hvdkit.keras.checking.check_result import ComparedValue, Kind
 from hvdkit.keras.checking.step_records import Recording
 
@@ -25,7 +26,7 @@ def notes_of(one: Recording, many: Recording) -> Iterator[str]:
 
 
 def _names(names: Sequence[str]) -> str:
-    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {len(names) - _NAMES_SHOWN} more" * (len(names) > _NAMES_SHOWN))
+    return listed(names, _NAMES_SHOWN)
 
 
 def causes_of(one: Recording, many: Recording, values: Sequence[ComparedValue]) -> Iterator[str]:

@@ -24,8 +24,7 @@ from hvdkit.keras.loss_scopes import LossScope
 from hvdkit.keras.model_optimizers import all_optimizers, distribute_optimizers, optimizers_of, original_attributes
 from hvdkit.keras.own_methods import keras_method
 from hvdkit.keras.strategies import outside_strategy
-from hvdkit.keras.train_steps import is_complete
-from hvdkit.keras.unchanged_models import unchanged
+from hvdkit.keras.unchanged_models import is_complete, unchanged
 from hvdkit.optimizer.equal_ranks import checked
 from hvdkit.sharding.shards import holding_of
 
