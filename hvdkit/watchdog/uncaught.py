@@ -84,6 +84,8 @@ class UncaughtErrors:
         if os.getpid() == self._reporter.pid:
             for line in pages_of(error):
                 write_line(line)
+            if self._reporter.saved is not None and not self._reporter.is_watched:
+                write_line(f"hvdkit: {self._reporter.saved.text}")
             self._reporter.send(self._failed(error, "", None))
             if exit_code_of(error) != 1:
                 raise Exit(exit_code_of(error))  # sets the interpreter's exit code
@@ -119,7 +121,8 @@ class UncaughtErrors:
                 ending().leave()
             return
         at = "" if failed.step is None else f" at step {failed.step}"
-        line = f"hvdkit: rank {self._rank} on {socket.gethostname()} {failed.verb}{at}: {failed.cause}"
+        saved = "" if self._reporter.saved is None else f"; {self._reporter.saved.text}"
+        line = f"hvdkit: rank {self._rank} on {socket.gethostname()} {failed.verb}{at}: {failed.cause}{saved}"
         write_line("\n".join([shown, line]) if text else line)
         if not is_heard and self._abort is not None:
             flush_streams()
