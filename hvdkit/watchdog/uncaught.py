@@ -22,6 +22,7 @@ from hvdkit.watchdog.ending import Exit, end_process, ending, is_interrupt, is_v
 from hvdkit.watchdog.events import Failed, Raised
 from hvdkit.watchdog.lines import flush_streams, write_line
 from hvdkit.watchdog.rank_texts import tagged
+from hvdkit.watchdog.suggestions import add_suggestion
 from hvdkit.watchdog.tracebacks import format_exception
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class UncaughtErrors:
 
     def _uncaught_alone(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if self._before[0] is sys.__excepthook__:
+            add_suggestion(error)
             write_line("\n".join(_traceback(error.with_traceback(trace))))
         else:  # of a debugger or a shell
             self._before[0](kind, error, trace)
@@ -105,6 +107,7 @@ class UncaughtErrors:
     def _end(self, error: BaseException, trace: TracebackType | None, thread: str | None) -> None:
         """End all ranks: through the sentinel, by MPI's abort, or by ending this rank, which shuts Horovod down."""
         is_interrupted = is_interrupt(error)
+        add_suggestion(error)
         lines = [] if is_interrupted else _traceback(error.with_traceback(trace))
         lines += pages_of(error)
         text = "\n".join(lines)[-_LONGEST_TEXT:]
