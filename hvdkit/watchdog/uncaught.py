@@ -56,6 +56,8 @@ class UncaughtErrors:
             release: releases this rank's threads from collectives.
             abort: ends all ranks if this rank has no sentinel; None without MPI.
         """
+        if sys.excepthook == self._uncaught_alone:  # an error before hk.init() was caught
+            self.remove()
         if not self._before:
             ending().prepare(release)
             self._rank = rank
@@ -65,7 +67,7 @@ class UncaughtErrors:
             threading.excepthook = self._uncaught_in_thread
 
     def install_alone(self) -> None:
-        """In a world of one rank, only set the exit code of an uncaught exception."""
+        """In a world of one rank, and before :meth:`install`: fold the traceback, and set the exit code."""
         if not self._before:
             self._before = (sys.excepthook, threading.excepthook)
             sys.excepthook = self._uncaught_alone
