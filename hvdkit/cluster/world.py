@@ -226,7 +226,11 @@ def alone() -> Iterator[None]:
 
 def _current() -> _World:
     if _world is None:
-        raise ClusterError("hk.init(): not called yet, expected before any other call; add it at the top of the script")
+        remedy = "add it at the top of the script"
+        error = ClusterError(f"hk.init(): not called yet, expected before any other call; {remedy}")
+        error.page = None  # the message says it all
+        reporter().uncaught.install_alone()  # its report leaves out hvdkit's frames
+        raise error
     return _world
 
 

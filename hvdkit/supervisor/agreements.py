@@ -16,6 +16,7 @@ from hvdkit.supervisor.pace import Pace
 from hvdkit.supervisor.saved_state import to_float
 from hvdkit.supervisor.saver import Saver
 from hvdkit.supervisor.signals import StopSignals
+from hvdkit.watchdog.reporter import reporter
 
 # An agreement takes about 50 microseconds; mpirun gives ranks 1 s from SIGTERM to SIGKILL, including the save.
 _AGREE_SECONDS = 0.25
@@ -103,8 +104,9 @@ class Agreements:
             self.preempted_by = received
             self._begin_save()
             self._saver.wait()
-            if cluster.is_chief():
-                get_logger().warning("%s: saved at step %d; the same command continues from there", received, step)
+            saved = reporter().saved
+            if cluster.is_chief() and saved is not None:
+                get_logger().warning("%s: %s", received, saved.text)
         elif saves or (messages[0].save_now and not self._saver.busy):
             self._begin_save()
         if last or not self._saver.asynchronous:

@@ -20,6 +20,7 @@ from hvdkit.checkpoint.writing import Save
 from hvdkit.cluster.logs import get_logger
 from hvdkit.cluster.progress import progress, spending
 from hvdkit.errors import NonFiniteError, printable
+from hvdkit.watchdog.reporter import reporter
 
 # Seconds that a session ended by an error waits for a save in progress.
 GIVE_UP_SECONDS = 30.0
@@ -80,6 +81,7 @@ class Saver:
 
     def start(self, restored: RunPath | None, step: int) -> None:
         """Begin a session that has restored the checkpoint of ``step``, or none."""
+        self._note_saved(step if restored else None)
         self.step = step if restored else None
         self.when = time.monotonic()
         self.newest = restored or (self._folder if isinstance(self._folder, Path) and self._folder.exists() else None)
@@ -120,7 +122,7 @@ class Saver:
                 gather=self._gather,
                 background=self.asynchronous,
                 before_commit=self._permitted,
-                after_commit=lambda: prune(target, *self._keep, self._good),
+                after_commit=lambda: self._committed(target, step),
             )
         if self._gather:
             self.wait()
@@ -128,6 +130,15 @@ class Saver:
         self.when = time.monotonic()
         self.seconds = self.when - self._began
         return target
+
+    def _committed(self, target: RunPath, step: int) -> None:
+        """On the chief, once a checkpoint is complete: a rank may fail before the ranks agree that it is."""
+        self._note_saved(step)
+        prune(target, *self._keep, self._good)
+
+    def _note_saved(self, step: int | None) -> None:
+        """Note the step of the newest checkpoint for the job's last line."""
+        reporter().note_saved(str(self._folder.parent), step)
 
     def _report_loss(self) -> None:
         """Warn on the chief if the newest local checkpoint has disappeared during the session."""
@@ -175,6 +186,7 @@ class Saver:
         self.seconds = time.monotonic() - self._began
         if self.dropped is None:
             progress().flight.notes.saved(save.step, self.seconds)
+            self._note_saved(save.step)
 
     @contextlib.contextmanager
     def _nonfinite_handled(self) -> Iterator[None]:

@@ -34,9 +34,10 @@ coordinator ends the job and writes the last line. The modules, in reading order
     sentinel_start.py  how a rank gets its sentinel
     training_thread.py what the training thread does, seen from another thread
     uncaught.py        uncaught exceptions
+    suggestions.py     what a misspelled name may have meant
     tracebacks.py      what exceptions say: their causes, and tracebacks without the frames of libraries
     busy.py            ``hk.busy``
     ending.py          ends a rank: its interpreter exits normally, within a deadline
 
-All modules except the last seven use only the standard library: a sentinel imports neither TensorFlow nor ``hvdkit``.
+All modules except the last eight use only the standard library: a sentinel imports neither TensorFlow nor ``hvdkit``.
 """

@@ -24,6 +24,7 @@ from hvdkit.watchdog.events import (
     Raised,
     Release,
     Sampled,
+    Saved,
     Signal,
     Stacks,
     Training,
@@ -171,6 +172,8 @@ class Sentinel(ABC):
         elif isinstance(message, Raised):
             self.rank.raised_at = now
             self._reported_at = 0.0
+        elif isinstance(message, Saved):
+            self.rank.saved = message
         elif isinstance(message, Leaving):
             self.rank.leaving = message
         elif isinstance(message, Unwound):

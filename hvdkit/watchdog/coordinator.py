@@ -382,7 +382,15 @@ class Coordinator:
         now = time.monotonic()
         alive = [RankEvent(rank, now, Alive()) for rank in self._running]
         hosts = {rank: member.joined.host for rank, member in self.members.items()}
-        return verdict([*chain.from_iterable(self._events.values()), *alive], self._size, hosts)
+        found = verdict([*chain.from_iterable(self._events.values()), *alive], self._size, hosts)
+        return replace(found, saved=self.saved)
+
+    @property
+    def saved(self) -> str:
+        """What the job has saved and where the same command continues, or "" without a Supervisor."""
+        reports = [member.saved for member in self.members.values() if member.saved is not None]
+        newest = max(reports, key=lambda one: -1 if one.step is None else one.step, default=None)
+        return "" if newest is None else newest.text
 
     def _decide(self, now: float) -> None:
         """End the job if a rank has failed."""

@@ -9,9 +9,10 @@ from functools import cache
 from types import UnionType
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
+from hvdkit.errors import printable
 from hvdkit.watchdog.flight_recorder import CollectiveRecord
 
-VERSION = 4
+VERSION = 5
 """Version of the whole set of messages. The coordinator checks it before it admits a sentinel."""
 
 
@@ -201,6 +202,32 @@ class Raised(Message):
 
     cause: str
     text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved(Message):
+    """What the rank's run has saved. Sent when a session begins, and after each save.
+
+    Attributes:
+        logdir: the run's folder.
+        step: the step of the newest checkpoint; None without one.
+    """
+
+    logdir: str
+    step: int | None = None
+
+    @property
+    def text(self) -> str:
+        """Where the same command continues.
+
+        Example:
+            >>> Saved(logdir="runs/x", step=92).text
+            'saved at step 92 in runs/x: the same command continues from there'
+        """
+        logdir = printable(self.logdir)
+        if self.step is None:
+            return f"nothing was saved yet in {logdir}: the same command starts from the beginning"
+        return f"saved at step {self.step} in {logdir}: the same command continues from there"
 
 
 @dataclass(frozen=True, kw_only=True)

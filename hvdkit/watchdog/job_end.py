@@ -186,7 +186,7 @@ class JobEnd:
             if member.flight is not None
         ]
         if self._writes_last:
-            self._lines.line(f"hvdkit: {verdict.line}")
+            self._lines.line(f"hvdkit: {verdict.last_line}")
 
         def write() -> None:
             if verdict.common:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from hvdkit.machine import processes
 from hvdkit.watchdog.admission import Peer
-from hvdkit.watchdog.events import Exited, Flight, Joined, Leaving, Message, Raised, Release, Stacks, Status
+from hvdkit.watchdog.events import Exited, Flight, Joined, Leaving, Message, Raised, Release, Saved, Stacks, Status
 from hvdkit.watchdog.flight_recorder import CollectiveRecord
 
 
@@ -35,6 +35,7 @@ class Member:
     unwound: bool = False
     raised: Raised | None = None  # its last exception that its program may have caught
     raised_at: float = -math.inf
+    saved: Saved | None = None
     stacks: Stacks | None = None
     flight: Flight | None = None
     clock_difference: float = math.inf  # smallest difference seen between this host's clock and the rank's
@@ -58,6 +59,7 @@ class Member:
         self.is_training = before.is_training
         self.status = before.status
         self.pid = before.pid
+        self.saved = before.saved
 
     def disconnect(self) -> None:
         """Close the connection to the sentinel."""
@@ -74,7 +76,7 @@ class Member:
         self.unwound = False
 
     def keep(self, message: Message, now: float) -> None:
-        """Keep the rank's state, an answer, or its report of an exception."""
+        """Keep the rank's state, an answer, or its report of an exception or a save."""
         if isinstance(message, Status):
             self.status = message
             self.status_at = now
@@ -83,6 +85,8 @@ class Member:
         elif isinstance(message, Raised):
             self.raised = message
             self.raised_at = now
+        elif isinstance(message, Saved):
+            self.saved = message
         elif isinstance(message, Stacks):
             self.stacks = message
         elif isinstance(message, Flight):

@@ -9,7 +9,7 @@ import socket
 from hvdkit.machine import processes
 from hvdkit.watchdog.activity import MIN_CPU_FRACTION, Activity
 from hvdkit.watchdog.channel import Connection
-from hvdkit.watchdog.events import Exiting, Leaving, Measured, Status, Training
+from hvdkit.watchdog.events import Exiting, Leaving, Measured, Saved, Status, Training
 from hvdkit.watchdog.flight_recorder import CollectiveRecord, FlightReader, RecorderState
 from hvdkit.watchdog.rank_gauge import RankGauge
 
@@ -37,6 +37,7 @@ class RankProcess:
         connection: messages to and from the process, or None.
         training: the rank's message that it called ``hk.init()``, or None.
         busy: the reason of an open ``hk.busy``, or None.
+        saved: what its run has saved, or None.
         stopped_at: when it was first seen stopped, or None.
         leaving: the rank's message that its script has ended, or None.
         exiting: what the rank does since then, or None; ``exiting_since`` is when it began.
@@ -49,6 +50,7 @@ class RankProcess:
         self.connection: Connection | None = None
         self.training: Training | None = None
         self.busy: str | None = None
+        self.saved: Saved | None = None
         self.stopped_at: float | None = None
         self.leaving: Leaving | None = None
         self.exiting: Exiting | None = None

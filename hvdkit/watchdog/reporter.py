@@ -30,6 +30,7 @@ from hvdkit.watchdog.events import (
     Message,
     Release,
     Sampled,
+    Saved,
     Training,
     Unwound,
     Watching,
@@ -57,6 +58,7 @@ class Reporter:
     Attributes:
         pid: PID of this process, to distinguish forked children, which are not ranks.
         doing: what this rank does while others wait for it, for reports; "" if unknown.
+        saved: what the run has saved; None without a Supervisor.
         problem: why rank 0 cannot serve metrics, to be raised on all ranks, or None.
     """
 
@@ -64,6 +66,7 @@ class Reporter:
         self.recorder = recorder
         self.pid = os.getpid()
         self.doing = ""
+        self.saved: Saved | None = None
         self.problem: ValueError | None = None
         self._metrics_listener: socket.socket | None = None
         self._socket: socket.socket | None = None
@@ -178,7 +181,7 @@ class Reporter:
     def _send_state(self) -> None:
         """Send this rank's state to a new sentinel."""
         busy = None if self.reason is None else Busy(reason=self.reason)
-        for message in (self._connect, self._training, busy, self._leaving):
+        for message in (self._connect, self._training, busy, self.saved, self._leaving):
             if message is not None:
                 self.send(message)
 
@@ -321,6 +324,14 @@ class Reporter:
             except OSError:  # the message may be partly sent, so later ones could not be parsed
                 with contextlib.suppress(OSError):
                     connected.shutdown(socket.SHUT_RDWR)
+
+    def note_saved(self, logdir: str, step: int | None) -> None:
+        """Report what the run has saved: the newest checkpoint in ``logdir`` is that of ``step``; None: there is none.
+
+        The last line of a job that fails says so. Called on every rank; on the chief also by the thread that saves.
+        """
+        self.saved = Saved(logdir=logdir, step=step)
+        self.send(self.saved)
 
     def begin_busy(self, reason: str) -> None:
         """Record the start of work that is not visible from outside. Suspends hang detection until :meth:`end_busy`."""

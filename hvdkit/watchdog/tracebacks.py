@@ -91,7 +91,7 @@ def _folded(blocks: list[str]) -> Iterator[str]:
         members = list(run)
         last = members[-1][0]
         is_innermost = last + 1 == len(blocks) or not _FRAME.match(blocks[last + 1])
-        kept = members[-1:] if is_innermost and names[last] != "hvdkit" else []
+        kept = members[-1:] if is_innermost and names[last] not in ("hvdkit", "contextlib") else []
         hidden = members[: len(members) - len(kept)]
         if not is_library or not has_users or not hidden:
             yield from (block for _, block in members)

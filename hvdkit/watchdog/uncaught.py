@@ -21,6 +21,7 @@ from hvdkit.watchdog.events import Failed
 from hvdkit.watchdog.lines import flush_streams, write_line
 from hvdkit.watchdog.rank_texts import tagged
 from hvdkit.watchdog.reporter import Reporter, reporter
+from hvdkit.watchdog.suggestions import add_suggestion
 from hvdkit.watchdog.tracebacks import LONGEST_TEXT, cause_of, report_lines
 
 _OF_ANOTHER_RANK = "_hvdkit_of_another_rank"  # attribute of a copy of another rank's exception
@@ -48,6 +49,8 @@ class UncaughtErrors:
             release: releases this rank's threads from collectives.
             abort: ends all ranks if this rank has no sentinel; None without MPI.
         """
+        if sys.excepthook == self._uncaught_alone:  # an error before hk.init() was caught
+            self.remove()
         if not self._before:
             ending().prepare(release)
             self._rank = rank
@@ -57,7 +60,7 @@ class UncaughtErrors:
             threading.excepthook = self._uncaught_in_thread
 
     def install_alone(self) -> None:
-        """In a world of one rank, only set the exit code of an uncaught exception."""
+        """In a world of one rank, and before :meth:`install`: fold the traceback, and set the exit code."""
         if not self._before:
             self._before = (sys.excepthook, threading.excepthook)
             sys.excepthook = self._uncaught_alone
@@ -71,12 +74,15 @@ class UncaughtErrors:
 
     def _uncaught_alone(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if self._before[0] is sys.__excepthook__:
+            add_suggestion(error)
             write_line("\n".join(report_lines(error.with_traceback(trace))))
         else:  # of a debugger or a shell
             self._before[0](kind, error, trace)
         if os.getpid() == self._reporter.pid:
             for line in pages_of(error):
                 write_line(line)
+            if self._reporter.saved is not None and not self._reporter.is_watched:
+                write_line(f"hvdkit: {self._reporter.saved.text}")
             self._reporter.send(self._failed(error, "", None))
             if exit_code_of(error) != 1:
                 raise Exit(exit_code_of(error))  # sets the interpreter's exit code
@@ -96,6 +102,7 @@ class UncaughtErrors:
     def _end(self, error: BaseException, trace: TracebackType | None, thread: str | None) -> None:
         """End all ranks: through the sentinel, by MPI's abort, or by ending this rank, which shuts Horovod down."""
         is_interrupted = is_interrupt(error)
+        add_suggestion(error)
         lines = [] if is_interrupted else report_lines(error.with_traceback(trace))
         lines += pages_of(error)
         text = "\n".join(lines)[-LONGEST_TEXT:]
@@ -112,7 +119,8 @@ class UncaughtErrors:
                 ending().leave()
             return
         at = "" if failed.step is None else f" at step {failed.step}"
-        line = f"hvdkit: rank {self._rank} on {socket.gethostname()} {failed.verb}{at}: {failed.cause}"
+        saved = "" if self._reporter.saved is None else f"; {self._reporter.saved.text}"
+        line = f"hvdkit: rank {self._rank} on {socket.gethostname()} {failed.verb}{at}: {failed.cause}{saved}"
         write_line("\n".join([shown, line]) if text else line)
         if not is_heard and self._abort is not None:
             flush_streams()

@@ -15,7 +15,8 @@ from hvdkit.watchdog.rank_texts import alike, tagged
 PREEMPTED = 75
 _SAME_CALLS = "; every rank must make the same calls: see `hvdkit docs pitfalls#only-the-chief-enters-a-collective`"
 AS_EVERY_RANK = ", as every rank did"
-ASKED = "it was asked to stop; the same command continues it"
+_CONTINUES = "; the same command continues it"
+ASKED = f"it was asked to stop{_CONTINUES}"
 DIED = "died without reporting an error (killed, out of memory, or os._exit)"
 # An error caused by the end of a rank may be reported up to this many seconds before that end.
 _CROSSING_SECONDS = 1.0
@@ -88,6 +89,7 @@ class Verdict:
         common: whether every rank reported its own error: none has waited for another one.
         final: the job was stopped, and must not be restarted.
         flight: the line about the flight recorder's file, or "".
+        saved: what the job has saved and where the same command continues, or "".
     """
 
     code: int
@@ -100,11 +102,19 @@ class Verdict:
     common: bool = False
     final: bool = False
     flight: str = ""
+    saved: str = ""
 
     @property
     def line(self) -> str:
         """The rank, its host and what it did, in one line."""
         return self.summary if self.rank is None else f"rank {self.rank} on {self.host} {self.summary}"
+
+    @property
+    def last_line(self) -> str:
+        """The line and, after a failure, what the job has saved."""
+        if not self.code or not self.saved:
+            return self.line
+        return f"{self.line.replace(_CONTINUES, '')}; {self.saved}"
 
 
 def is_failure(one: RankEvent, have_left: Collection[int]) -> bool:

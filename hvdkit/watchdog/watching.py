@@ -119,6 +119,8 @@ class WatchingSentinel(Sentinel):
         self.uplink, self.welcome = self._connect_again(seconds)
         if self.rank.training is not None:
             self.report(self.rank.training)
+        if self.rank.saved is not None:
+            self.report(self.rank.saved)
         if self.rank.leaving is not None:
             self.report(self.rank.leaving)
 
@@ -143,5 +145,6 @@ class WatchingSentinel(Sentinel):
         if self._connect.speaks:
             step = "" if self.rank.step is None else f" at step {self.rank.step}"
             cause = "its host is down, the network is cut, or its sentinel was killed"
-            write_line(f"hvdkit: rank 0 on {self._connect.chief_host} is unreachable{step} ({cause})")
+            saved = "" if self.rank.saved is None else f"; {self.rank.saved.text}"
+            write_line(f"hvdkit: rank 0 on {self._connect.chief_host} is unreachable{step} ({cause}){saved}")
         self.end(End(code=1))

@@ -86,6 +86,14 @@ def test_the_report_of_a_rank_names_the_page_about_its_error():
     assert lines[lines.index(page) - 1] == "[rank 1] hvdkit.errors.NonFiniteError: why", job.output
 
 
+def test_ranks_that_catch_a_missing_init_report_failures_as_others():
+    """The hooks for errors before ``hk.init()`` give way to those of the job."""
+    before = "import hvdkit as hk\ntry:\n    hk.rank()\nexcept hk.ClusterError:\n    hk.init()\n"
+    job = run(before + "if hk.rank() == 1:\n    raise ValueError('why')\nhk.barrier()", MPI, 2)
+    assert job.code == 1, job.output
+    assert any(re.fullmatch(r"hvdkit: rank 1 on \S+ failed: ValueError: why", line) for line in untagged(job.output))
+
+
 LOOPS = {
     "a loop": "for x, _ in batches:\n    hk.allreduce(x.sum())\n    spoil()\n",
     "hk.fit": "hk.fit(model, batches, epochs=9, verbose=0, callbacks=[keras.callbacks.LambdaCallback("

@@ -32,6 +32,7 @@ from hvdkit.watchdog.events import (
     Message,
     Raised,
     Release,
+    Saved,
     Stacks,
     Status,
     Training,
@@ -246,6 +247,22 @@ def test_victims_alone_end_the_job_without_blaming_a_rank():
     assert_goes_on(job)
     job.run(8)
     assert "it is not known which rank failed first; rank 1 reported: HorovodInternalError" in job.line
+
+
+def test_the_last_line_names_the_newest_save_that_any_rank_has_reported():
+    job = Job(3)
+    for rank in range(3):
+        job.say(rank, Saved(logdir="runs/x"))
+    assert job.coordinator.saved == "nothing was saved yet in runs/x: the same command starts from the beginning"
+    job.say(1, Saved(logdir="runs/x", step=80))
+    job.say(0, Saved(logdir="runs/x", step=90))  # the chief, at once
+    job.join(0)  # its sentinel was replaced
+    job.say(2, Exited(code=-9, step=95))
+    job.run(1)
+    assert job.line == (
+        "hvdkit: rank 2 on host-0 was killed by SIGKILL (out of memory?) at step 95; "
+        "saved at step 90 in runs/x: the same command continues from there"
+    )
 
 
 def test_a_rank_that_is_killed_is_named_and_the_others_end_at_once():

@@ -325,7 +325,9 @@ def attempt(found, *members, code=1, last_line="", was_ended=False):
     """Return an attempt of two ranks at its end, given the verdict and how the ranks that began and mpirun ended."""
     made = Attempt(Job(RunConfig(), TWO, FOUR, (), {}), (Host("node1", 2),), preflight.THIS_HOST, ["true"], None, None)
     exited = {rank: SimpleNamespace(exited=None if code is None else Exited(code=code)) for rank, code in members}
-    made._coordinator = SimpleNamespace(judge=lambda: found, members=exited, notified=False, flight="", verdict=None)
+    made._coordinator = SimpleNamespace(
+        judge=lambda: found, members=exited, notified=False, flight="", verdict=None, saved="saved at step 4"
+    )
     made._engine = SimpleNamespace(code=code, last_line=last_line, was_ended=was_ended)
     return made
 
@@ -421,6 +423,8 @@ def test_a_job_that_was_stopped_is_not_started_again(number, codes, code, words)
     made._stopped_by = signal.Signals(number)
     judged = made._judge()
     assert judged.code == code and judged.final and judged.line.startswith(f"{words}; the job ended after")
+    says_saved = judged.last_line.endswith("; saved at step 4")  # otherwise, the chief has said so at the signal
+    assert says_saved == (code not in (0, 75))
 
 
 def test_non_finite_values_end_attempts():

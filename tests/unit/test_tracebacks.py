@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import keras
 import numpy as np
 import pytest
@@ -28,6 +31,46 @@ def test_an_error_that_hvdkit_raises_shows_the_users_lines_only():
     assert all("test_tracebacks.py" in line or line.startswith("... ") for line in shown), shown
     assert "1 frame of hvdkit (keras.config.disable_traceback_filtering() shows them)" in shown[-1]
     assert format_exception(error)[-1].startswith("ValueError: ")
+
+
+PROGRAM = """
+import numpy as np
+
+import hvdkit as hk
+
+
+def train():
+    {0}
+
+
+{1}
+train()
+"""
+
+
+def outcome(folder, *parts):
+    """Return exit code, standard output and the lines of the traceback of a program with these parts."""
+    (folder / "train.py").write_text(PROGRAM.format(*parts))
+    done = subprocess.run([sys.executable, "train.py"], cwd=folder, capture_output=True, text=True, check=False)
+    lines = done.stderr.splitlines()
+    return done.returncode, done.stdout, lines[lines.index("Traceback (most recent call last):") :]
+
+
+@pytest.mark.parametrize("call", ["hk.fit(None, np.ones(3))", "print(hk.rank())", "hk.allreduce(1)"])
+def test_a_forgotten_init_shows_the_users_lines_and_the_remedy(tmp_path, call):
+    code, _, lines = outcome(tmp_path, call, "")
+    files = [line.split(", line")[0] for line in lines if line.startswith("  File")]
+    assert files == [f'  File "{tmp_path / "train.py"}"'] * 2, lines
+    assert f"    {call}" in lines
+    remedy = "not called yet, expected before any other call; add it at the top of the script"
+    assert code == 1 and lines[-1] == f"hvdkit.errors.ClusterError: hk.init(): {remedy}"
+
+
+def test_a_program_that_catches_it_and_calls_init_ends_as_others(tmp_path):
+    """Its uncaught errors still set hvdkit's exit codes."""
+    caught = "try:\n    hk.rank()\nexcept hk.ClusterError:\n    hk.init()\n    print(hk.size())"
+    code, output, lines = outcome(tmp_path, "raise hk.NonFiniteError('the loss is NaN')", caught)
+    assert code == hk.NonFiniteError.exit_code and output == "1\n", lines
 
 
 def test_frames_of_keras_around_an_error_of_the_user_are_folded():

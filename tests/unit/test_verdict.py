@@ -16,6 +16,7 @@ from hvdkit.watchdog.events import (
     Joined,
     Leaving,
     Message,
+    Saved,
     Status,
     Training,
     decode,
@@ -251,6 +252,19 @@ def test_the_last_line():
     assert (found.code, found.line) == (65, f"{UNKNOWN}; rank 1 reported: ValueError: bad")
 
 
+def test_the_last_line_says_what_is_saved_and_once_that_the_same_command_continues():
+    saved = Saved(logdir="runs/x", step=92).text
+    failed = replace(verdict(one(TRAINS, Exited(code=-9, step=95)), 2, HOSTS), saved=saved)
+    assert failed.last_line == (
+        f"{ONE} was killed by SIGKILL (out of memory?) at step 95; "
+        "saved at step 92 in runs/x: the same command continues from there"
+    )
+    stopped = replace(verdict([*of(1, TRAINS, *SAVED), *of(0, TRAINS, *SAVED, at=5.0)], 2, HOSTS), saved=saved)
+    assert stopped.last_line == f"{ONE} ended with exit code 75 at step 5: it was asked to stop; {saved}"
+    assert replace(stopped, saved="").last_line == stopped.line
+    assert replace(verdict([*of(1, Exited(code=0)), *of(0, Exited(code=0))], 2, HOSTS), saved=saved).last_line == ""
+
+
 def test_of_two_that_fail_the_earlier_one_is_named_and_both_tracebacks_are_kept():
     early = of(1, Failed(cause="ValueError: one", text="one"), at=3.0)
     late = of(0, Failed(cause="ValueError: two", text="two"), at=3.1)
@@ -320,6 +334,7 @@ SAMPLES = [
     Flight(records=[RECORD, RECORD._replace(key="sum", ranks="", step=3, end=2.5)]),
     Failed(cause="ValueError: é", text="x" * 10),
     Exited(code=None, signals=[15]),
+    Saved(logdir="runs/\u00e9", step=None),
 ]
 
 

@@ -372,4 +372,7 @@ class Attempt:
         code = shell_code(-number)
         if saved and number != signal.SIGINT:
             code = PREEMPTED if PREEMPTED in codes else 0
-        return Verdict(code, f"{number.name}: {summary}{tail}", final=True)
+        # After a save at the signal, the chief has already written where the run continues.
+        return Verdict(
+            code, f"{number.name}: {summary}{tail}", final=True, saved="" if saved else self._coordinator.saved
+        )

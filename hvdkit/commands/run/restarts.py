@@ -110,7 +110,7 @@ def _attempts(job: Job, program: Sequence[str], output: OutputWriter, signals: S
         output.note(ranks, f"--- hvdkit run: attempt {restart + 1}, {ranks} ranks")
         verdict = Attempt(job, hosts, network, program, output, signals).run()
         if verdict.line:
-            output.line("\n".join(filter(None, [f"hvdkit run: {verdict.line}", verdict.flight])))
+            output.line("\n".join(filter(None, [f"hvdkit run: {verdict.last_line}", verdict.flight])))
         code = verdict.code
         if is_final(verdict):
             if code == NonFiniteError.exit_code and restart < config.max_restarts:
