@@ -229,7 +229,7 @@ def _current() -> _World:
         remedy = "add it at the top of the script"
         error = ClusterError(f"hk.init(): not called yet, expected before any other call; {remedy}")
         error.page = None  # the message says it all
-        reporter().uncaught.install_alone()  # its report leaves out hvdkit's frames
+        uncaught_errors().install_alone()  # its report leaves out hvdkit's frames
         raise error
     return _world
 
