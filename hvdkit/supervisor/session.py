@@ -219,16 +219,6 @@ class Supervisor(SummarizedSession):
         if kind is None and self.preempted:
             raise SystemExit(PREEMPTED)
 
-    def restored_variables_of_ranks(self) -> list[AnyVariable]:
-        """Return the variables of which each rank has restored its own value: none if the run has begun here.
-
-        They are moving statistics, accumulated gradients, and states of random generators.
-        """
-        if self.restored_from is None:
-            return []
-        tensors = flatten(self._state()).tensors.values()
-        return [t.variable for t in tensors if t.kind == "per_rank" and t.variable is not None]
-
     def enter_fit(self, *, reports: bool = True) -> None:
         """Enter the session from a callback of ``fit``. After an error in the fit, the next session closes this one.
 
@@ -454,3 +444,14 @@ class Supervisor(SummarizedSession):
 def _crosses(every: int | None, before: int, now: int) -> bool:
     """Return True if a multiple of ``every`` lies in ``(before, now]``."""
     return every is not None and now // every > before // every
+
+
+def restored_of_ranks(session: Supervisor) -> list[AnyVariable]:
+    """Return the variables of which each rank has restored its own value: none if the run has begun here.
+
+    They are moving statistics, accumulated gradients, and states of random generators.
+    """
+    if session.restored_from is None:
+        return []
+    tensors = flatten(session._state()).tensors.values()
+    return [t.variable for t in tensors if t.kind == "per_rank" and t.variable is not None]
