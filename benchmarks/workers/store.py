@@ -69,7 +69,10 @@ def figures(ends: list[float], saved: set[int]) -> dict[str, float]:
         saved: the steps after which a save began.
     """
     seconds = np.diff(ends)[WARM_UP:]
-    starts = [seconds[step - 1 - WARM_UP] for step in saved if step > WARM_UP + 1]
+    # The first difference is the duration of step 2.
+    starts = [seconds[step - 2 - WARM_UP] for step in saved if step >= WARM_UP + 2]
+    if not starts:
+        raise SystemExit(f"no save began in {len(ends)} steps; raise --seconds, or lower --every")
     return {
         "ms": 1e3 * float(seconds.mean()),
         "median": 1e3 * float(np.median(seconds)),

@@ -29,6 +29,7 @@ from hvdkit.keras.supervisor_callback import SupervisorCallback, end_epoch, join
 from hvdkit.layers.batch_norm import check_batch_normalization
 from hvdkit.machine.terminal import on_terminal
 from hvdkit.sharding.variables import compare_variables
+from hvdkit.supervisor.session import restored_of_ranks
 
 T = TypeVar("T")
 # Callbacks that write files or connect to a server.
@@ -269,7 +270,8 @@ class CallbackList(keras.callbacks.CallbackList):
 
             ranks = self._gather("callbacks' on_train_begin", begin)
             model._initial_epoch, has_built_optimizer = ranks[0]
-            restored = [v for each in self.supervisors for v in each.restored_variables_of_ranks()]
+            sessions = [each.supervisor for each in self.supervisors if each.supervisor is not None]
+            restored = [v for session in sessions for v in restored_of_ranks(session)]
             self._session.broadcast_again(self._data, has_built_optimizer=has_built_optimizer, restored=restored)
         else:
             self._call("on_train_begin", logs)

@@ -102,7 +102,7 @@ def is_patched(name: str) -> bool:
 @contextlib.contextmanager
 def patched_on_chief(name: str) -> Iterator[None]:
     """Undo on the other ranks what a library has put in place of Keras's method ``name``."""
-    if cluster.is_chief() or not is_patched(name):
+    if not is_patched(name) or cluster.is_chief():
         yield
         return
     patch = vars(keras.Model)[name]

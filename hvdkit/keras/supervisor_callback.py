@@ -220,10 +220,6 @@ class SupervisorCallback(CheckedCallback):
         """Save any unsaved state and end the session."""
         self._end_session()
 
-    def restored_variables_of_ranks(self) -> list[AnyVariable]:
-        """Return the variables of which each rank has restored its own value, if the run was continued."""
-        return self._session.restored_variables_of_ranks()
-
     def _end_session(self) -> None:
         self._states.apply(last=True)  # also if there was no epoch
         end_supervision(self.model)

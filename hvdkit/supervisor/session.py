@@ -221,16 +221,6 @@ class Supervisor:
         if kind is None and self.preempted:
             raise SystemExit(PREEMPTED)
 
-    def restored_variables_of_ranks(self) -> list[AnyVariable]:
-        """Return the variables of which each rank has restored its own value: none if the run has begun here.
-
-        They are moving statistics, accumulated gradients, and states of random generators.
-        """
-        if self.restored_from is None:
-            return []
-        tensors = flatten(self._state()).tensors.values()
-        return [t.variable for t in tensors if t.kind == "per_rank" and t.variable is not None]
-
     def enter_fit(self, *, reports: bool = True) -> None:
         """Enter the session from a callback of ``fit``. After an error in the fit, the next session closes this one.
 
@@ -447,9 +437,8 @@ class Supervisor:
 
     def _require_open(self) -> None:
         if not self._open:
-            raise HvdkitError(
-                "Supervisor: used outside its session; write `with hk.Supervisor(...) as sv:` around the loop"
-            )
+            remedy = "write `with hk.Supervisor(...) as sv:` around the loop"
+            raise HvdkitError(f"Supervisor: used outside its session; {remedy}")
 
     def _check_permitted(self) -> None:
         """Before a checkpoint is complete, on the chief: the logdir is still locked, and the summaries are there."""
@@ -459,3 +448,14 @@ class Supervisor:
     def _begin_save(self) -> RunPath:
         self._summaries.flush()
         return self._saver.begin(self.global_step)
+
+
+def restored_of_ranks(session: Supervisor) -> list[AnyVariable]:
+    """Return the variables of which each rank has restored its own value: none if the run has begun here.
+
+    They are moving statistics, accumulated gradients, and states of random generators.
+    """
+    if session.restored_from is None:
+        return []
+    tensors = flatten(session._state()).tensors.values()
+    return [t.variable for t in tensors if t.kind == "per_rank" and t.variable is not None]

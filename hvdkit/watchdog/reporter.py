@@ -366,11 +366,7 @@ class Reporter:
     # ---- the end ----------------------------------------------------------------------------------------------
 
     def fail(self, failed: Failed) -> bool:
-        """Report a failure, and wait a limited time for the coordinator's answer.
-
-        Returns:
-            False if this rank has no sentinel that could report it.
-        """
+        """Report a failure, and wait a limited time for the coordinator's answer; return False without a sentinel."""
         if not self.is_watched or not (self._under_run or self._connect is not None):
             return False
         self.send(failed)
@@ -408,9 +404,8 @@ class Reporter:
             doing: what it does, as the cause in a message.
             is_bounded: end the job then.
         """
-        patience = self._patience
-        limit = self._exit_seconds
-        self.send(Exiting(rank=self._rank, doing=doing, seconds=limit, patience=patience, is_bounded=is_bounded))
+        times = {"seconds": self._exit_seconds, "patience": self._patience}
+        self.send(Exiting(rank=self._rank, doing=doing, is_bounded=is_bounded, **times))
 
     def await_others(self) -> bool:
         """After :meth:`leave`: wait a limited time for the other ranks; return True if all scripts have ended.

@@ -64,7 +64,7 @@ def test_a_run_with_a_seed_equals_one_that_was_not_interrupted(shared_path, shuf
 
 @pytest.mark.core(2)
 @pytest.mark.filterwarnings("ignore:.*BatchNormalization")
-def test_what_each_rank_has_of_its_own_continues(shared_path):
+def test_the_state_of_each_rank_continues(shared_path):
     """Moving statistics, and the gradients that have been accumulated when the run is interrupted."""
     rng = np.random.default_rng(5)
     x = rng.normal(size=(ROWS, 4)).astype("float32")
