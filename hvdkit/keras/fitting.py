@@ -30,7 +30,7 @@ from hvdkit.keras.loss_scopes import LossScope, check_loss_scope
 from hvdkit.keras.model_optimizers import warn_of_float8, warn_of_repeated_rows
 from hvdkit.keras.own_methods import call_own, has_own, is_patched, keras_method, patched_on_chief
 from hvdkit.keras.strategies import outside_strategy
-from hvdkit.keras.supervisor_callback import SupervisorCallback
+from hvdkit.keras.supervisor_callback import SupervisorCallback, closing_sessions
 from hvdkit.layers.batch_norm import warn_of_local_statistics
 from hvdkit.supervisor.reports import RunSummary
 from hvdkit.watchdog.ending import is_interrupt
@@ -193,6 +193,7 @@ def fit(
             stack.enter_context(_warning_if_interrupted())
         if recorder is not None:
             stack.enter_context(recorder.observing(model))
+        stack.enter_context(closing_sessions(callback_objects))
         session = FitSession.of(
             model,
             may_be_empty=any(each.may_be_empty for each in data),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -13,7 +14,7 @@ from hvdkit.checkpoint.files import RunPath, run_path
 from hvdkit.cluster.agreement import gather
 from hvdkit.cluster.logs import get_logger
 from hvdkit.data.position import ArrayPosition
-from hvdkit.errors import HvdkitError, describe
+from hvdkit.errors import CheckpointError, HvdkitError, describe
 from hvdkit.keras.callback_states import CallbackStates, check_callbacks, continue_logs
 from hvdkit.keras.fit_session import is_running
 from hvdkit.keras.measured_function import choice_of
@@ -251,6 +252,19 @@ def join_fit(
     supervisor._callbacks = [each for each in callbacks if each is not supervisor]
     if supervisor._given_data is None:
         supervisor._data = position
+
+
+@contextlib.contextmanager
+def closing_sessions(callbacks: Iterable[keras.callbacks.Callback]) -> Iterator[None]:
+    """Close the sessions of an ``hk.fit`` that raises, which releases their folders. Not collective."""
+    try:
+        yield
+    except BaseException:
+        for callback in callbacks:
+            if isinstance(callback, SupervisorCallback) and callback.supervisor is not None:
+                with contextlib.suppress(CheckpointError):  # its folder may be gone
+                    callback.supervisor.close()
+        raise
 
 
 def end_epoch(supervisor: SupervisorCallback, epoch: int) -> None:

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     import keras
     import numpy.typing as npt
 
-# Sessions of fits. After an error in a fit, its session is closed when the next session begins. No weak references:
-# the signal handlers of a garbage-collected session would stay installed.
+# Sessions of fits. After an error, hk.fit closes its session; that of a plain fit is closed when the next one begins.
+# No weak references: the signal handlers of a garbage-collected session would stay installed.
 _in_fit: set[Supervisor] = set()
 
 
@@ -222,7 +222,7 @@ class Supervisor:
             raise SystemExit(PREEMPTED)
 
     def enter_fit(self, *, reports: bool = True) -> None:
-        """Enter the session from a callback of ``fit``. After an error in the fit, the next session closes this one.
+        """Enter the session from a callback of ``fit``. If a plain ``fit`` raises, the next session closes this one.
 
         Args:
             reports: whether the session reports its end; ``hk.fit`` does so itself.

@@ -53,6 +53,23 @@ def test_a_run_in_a_store_continues_as_one_in_a_folder(store, tmp_path):
     assert ".lock" not in store.names("run")
 
 
+class Failing(keras.callbacks.Callback):
+    """Raises in the second epoch."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1:
+            raise OSError("the disk of the tracker is full")
+
+
+@pytest.mark.core
+def test_a_fit_that_raises_releases_the_logdir(store):
+    """The next run, on another host, does not wait for a lock that nobody holds."""
+    with pytest.raises(OSError, match="the disk of the tracker is full"):
+        train(RUN, 4, callbacks=[Failing()])
+    assert ".lock" not in store.names("run")
+    assert hk.checkpoint.verify(RUN).checkpoints
+
+
 @pytest.mark.core
 def test_commands_read_stores(store, tmp_path, capsys):
     hk.checkpoint.save(STEP_1, state(1))
