@@ -137,7 +137,7 @@ BENCHMARK = Benchmark(
     about="""Adam on arrays, with one compute thread per rank. Both forms of `hk.fit` take turns within one job, and
     both forms of Keras's `fit` in another: as many processes as ranks, each with a rank's batch, which exchange
     nothing. Each turn trains two epochs and times the second, so that the time to compile does not count. The peak
-    memory of each form is that of a job of its own, and includes compilation. The ratio is to `hk.fit` without XLA at
+    memory of each form is that of a separate job, and includes compilation. The ratio is to `hk.fit` without XLA at
     the same number of ranks: below 1, XLA is faster. Which of the two is faster depends on the model, the processor
     and TensorFlow's version; `HVDKIT_JIT_COMPILE=auto` measures it.""",
     cases=cases,

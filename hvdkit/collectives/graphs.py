@@ -75,7 +75,7 @@ def outermost_graph(graph: tf.Graph) -> tf.Graph:
 
 
 def _function_name(graph_name: str) -> str:
-    """Return the name of a function's graph without the numbers that TensorFlow appends, one per prefix of its own.
+    """Return the name of a function's graph without the numbers that TensorFlow appends, one per prefix.
 
     Example:
         >>> _function_name("__backward___backward_step_2_173_297")  # the second derivative of step_2

@@ -54,7 +54,7 @@ class IndexFiles:
     """Find the offsets of records or lines, and keep them next to the data or in the user's cache.
 
     Programs do this when they open the files; this command does it before a job starts. Parquet, ArrayRecord and .npy
-    have an index of their own. With on_error="skip", a program also looks for damaged records, when it first opens the
+    files contain an index. With on_error="skip", a program also looks for damaged records, when it first opens the
     files. Exit code: 0, with a warning if the offsets could not be kept; 2 if a file cannot be read.
 
     For example:
@@ -107,7 +107,7 @@ def data(config: InspectFiles | IndexFiles) -> int:
     if isinstance(config, IndexFiles):
         print(source)
         if not source.needs_index:
-            print(f"nothing to keep: {source.format_name} files have an index of their own")
+            print(f"nothing to keep: {source.format_name} files contain an index")
         return 0
     report = examine(source, ranks)
     print(json.dumps(asdict(report), indent=2) if config.json else report)

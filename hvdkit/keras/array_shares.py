@@ -2,7 +2,7 @@
 
 Keras shuffles arrays through a dataset of index batches, by TensorFlow's global seed, which gives each epoch the same
 order; the same operation in a dataset of row numbers gives this order, too. If ranks don't share a global seed, the
-chief draws a seed, and each epoch has an order of its own. Both can be continued within an epoch.
+chief draws a seed, and each epoch has another order. Both can be continued within an epoch.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def keras_method(model: keras.Model, name: str) -> Callable[..., Any]:
 
 
 def has_own(model: Any, name: str) -> bool:
-    """Return True if a Keras model has a method of its own instead of Keras's ``name``, and is not in it already."""
+    """Return True if a Keras model overrides Keras's method ``name``, and is not in it already."""
     is_keras = getattr(type(model), name, None) is getattr(TensorFlowTrainer, name)
     own = vars(model).get(name) if isinstance(model, keras.Model) else None
     is_own = isinstance(model, keras.Model) and (not is_keras or (own is not None and own not in _PLAIN_METHODS))

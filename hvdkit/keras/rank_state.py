@@ -1,7 +1,7 @@
 """State that a model updates from its batches without a gradient: codebooks, running means, queues, counters.
 
 Each rank sees only its own rows, so such state differs between ranks unless a rule combines it. Ranks compare it at the
-end of each epoch. Moving statistics of BatchNormalization and metrics have rules of their own.
+end of each epoch. Moving statistics of BatchNormalization and metrics have separate rules.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class Coordinator:
         self._end = JobEnd(size, settings, self.members, self.judge, self._lines, writes_last=not under_run)
         self.messages = 0
         self._stopped = StoppedRanks(self._running, settings.unwind)
-        self._failed: set[int] = set()  # ranks that have reported an error of their own
+        self._failed: set[int] = set()  # ranks that have reported their own error
         self._victims: set[int] = set()  # ranks that have reported an error caused by another rank
         self._give_up_at: float | None = None  # after the verdict: when the remaining ranks count as lost
         self._handlers: Mapping[type[Message], Callable[[Member, Any, float], None]] = {

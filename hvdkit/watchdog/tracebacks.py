@@ -24,7 +24,7 @@ _FRAME = re.compile(r'  File "(.*)", line \d+, in ')
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/(keras|tensorflow|horovod|hvdkit)/")
 _HVDKIT = f"{Path(__file__).parents[1]}/"
 _BETWEEN = re.compile(r"/lib/python3\.\d+/contextlib\.py$")
-# The op that runs a graph, as TensorFlow names it: in a frame of its own that it does not remove from tracebacks.
+# The op that runs a graph, as TensorFlow names it: in a separate frame that it does not remove from tracebacks.
 _GRAPH = re.compile(r"__(?:inference|forward)_(.*)_\d+")
 _TRACEBACK = "Traceback (most recent call last):"
 # What TensorFlow puts before the message of an error of an eager op, e.g. of a dataset's iterator.
@@ -70,7 +70,7 @@ def _is_defect(error: BaseException) -> bool:
 
 
 def _with_graph_frames(blocks: list[str]) -> Iterator[str]:
-    """Yield the blocks, with each line of TensorFlow's message about an error in a graph as a block of its own.
+    """Yield the blocks, with each line of TensorFlow's message about an error in a graph as a separate block.
 
     The message contains where each node of the graph was defined, with a frame on every other line.
     """

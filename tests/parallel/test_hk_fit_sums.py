@@ -224,7 +224,7 @@ def test_vectors_in_add_loss_and_sums_held_by_layers_are_exact(rng):
             return y_pred
 
     class Task(layers.Layer):
-        """As a ranking task, with a loss object of its own."""
+        """As a ranking task, with its own loss object."""
 
         def __init__(self):
             super().__init__()
@@ -452,7 +452,7 @@ def test_sums_in_compute_loss_are_exact(rng):
 
 
 class OwnMetrics(keras.Model):
-    """Returns compiled metrics, and numbers of its own."""
+    """Returns compiled metrics, and its own numbers."""
 
     def train_step(self, data):
         x, y = data
@@ -561,7 +561,7 @@ def test_a_model_is_freed_after_its_tests(rng):
 
 
 class Factors(keras.Model):
-    """Matrix factorization with a step of its own."""
+    """Matrix factorization with a custom step."""
 
     def __init__(self, make_embedding, reduce, *, has_bias):
         super().__init__()

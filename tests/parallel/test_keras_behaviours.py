@@ -165,7 +165,7 @@ class Kept(keras.metrics.MeanSquaredError):
 
 
 class CountFromOne(keras.metrics.Metric):
-    """A metric of its own class that keeps its state, which does not begin with 0."""
+    """A user's metric that keeps its state, which does not begin with 0."""
 
     def __init__(self):
         super().__init__(name="count")
@@ -561,7 +561,7 @@ def test_batches_may_be_named_tuples(rng):
 
 
 class Doubles(keras.Sequential):
-    """A model with methods of its own, which change data, arguments and results."""
+    """A model that overrides methods, which change data, arguments and results."""
 
     def fit(self, *args, **kwargs):
         x, *others = args

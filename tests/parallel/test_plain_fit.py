@@ -1,6 +1,6 @@
 """Plain model.fit on several ranks: each common mistake is corrected, causes a warning, or is an error.
 
-The optimizer compares weights by itself; all else needs one of hvdkit's callbacks.
+The optimizer compares weights; all else needs one of hvdkit's callbacks.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def test_an_index_that_cannot_be_kept_is_reported(tmp_path, capsys, monkeypatch,
 
 def test_index_says_when_there_is_nothing_to_keep(folder, capsys):
     assert main(["data", "index", str(folder)]) == 0
-    assert "nothing to keep: parquet files have an index of their own" in capsys.readouterr().out
+    assert "nothing to keep: parquet files contain an index" in capsys.readouterr().out
     assert all(path.suffix == ".parquet" for path in folder.iterdir())
 
 

@@ -1,4 +1,4 @@
-"""What paths stand for: regular files only; no tables with a log of their own."""
+"""What paths stand for: regular files only; no tables with a transaction log."""
 
 import json
 import os

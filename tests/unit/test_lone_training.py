@@ -138,7 +138,7 @@ def test_a_fit_of_the_world_before_is_not_reported_in_the_next(watch, lines):
 
 @pytest.mark.full
 def test_programs_that_only_evaluate_or_that_combine_are_not_reported(lines, tmp_path):
-    """In a process of their own: at the end, models of other tests may still exist."""
+    """In a separate process: at the end, models of other tests may still exist."""
     code = f"""
 import gc, keras, numpy as np
 import tensorflow as tf

@@ -170,7 +170,7 @@ def _shown(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield what was found, by name, without hidden names; links as what they link to."""
     is_http = "http" in filesystem.protocol
-    first = 1 if root and not root.endswith("/") else 0  # what follows "train" in "train*" is no name of its own
+    first = 1 if root and not root.endswith("/") else 0  # what follows "train" in "train*" is not a whole name
     for each, info in sorted(found.items()):
         parts = [part for part in each.removeprefix(root).split("/")[first:] if part != "."]
         sorts_page = is_http and each != path and any(mark in each for mark in "?#")
