@@ -41,6 +41,7 @@ class Command(NamedTuple):
     config: str
     runner: str
     takes_program: bool = False  # pass the arguments after the options or -- to the runner unchanged
+    takes_words: bool = False  # what follows the first word is no option, even if it begins with -
 
 
 COMMANDS = {
@@ -118,6 +119,7 @@ COMMANDS = {
         "hvdkit docs pitfalls",
         config="hvdkit.commands.docs:Docs",
         runner="hvdkit.commands.docs:docs",
+        takes_words=True,
     ),
 }
 
@@ -204,6 +206,8 @@ def _dispatch(name: str, arguments: list[str]) -> int:
     program: list[list[str]] = []
     if command.takes_program:
         arguments, *program = _split_off_program(arguments, kind)
+    if command.takes_words and arguments and not arguments[0].startswith("-") and not {"-h", "--help"} & {*arguments}:
+        arguments = ["--", *arguments]
     description = None if isinstance(kind, type) else f"{command.summary}.\n\nFor example:\n    {command.example}"
     try:
         config = parse(kind, prog=f"hvdkit {name}", description=description, args=arguments)
