@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
-import shutil
 import time
+import unicodedata
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO, Literal
 
 from hvdkit.commands.run.alike_lines import START_SECONDS, WAIT_SECONDS, AlikeLines
-from hvdkit.machine.terminal import is_terminal
+from hvdkit.machine.terminal import can_rewrite, columns_of, is_terminal
 from hvdkit.watchdog.lines import Writer, write_all
 
 CLEAR = b"\r\x1b[K"
@@ -50,8 +51,9 @@ class OutputWriter:
         self._logs = logs
         self._open_logs: dict[int, BinaryIO] = {}
         self._partial: dict[tuple[int, int], bytes] = {}
-        self._terminals = [channel for channel, file in files.items() if is_terminal(file)]
-        self._shown: Shown = shown or ("merged" if files and len(self._terminals) == len(files) else "all")
+        # Those whose last line can be written again.
+        self._terminals = [channel for channel, file in files.items() if can_rewrite(file)]
+        self._shown: Shown = shown or ("merged" if files and all(map(is_terminal, files.values())) else "all")
         self._lines = AlikeLines()
         self._seconds = WAIT_SECONDS if self._shown == "merged" else 0.0  # that lines wait
         self._interrupted: dict[int, list[bytes]] = {}  # tracebacks of ranks that Ctrl-C has interrupted
@@ -62,7 +64,7 @@ class OutputWriter:
 
     @property
     def has_terminal(self) -> bool:
-        """True if standard error, to which ``hvdkit run`` writes its own lines, is a terminal."""
+        """True if standard error, to which ``hvdkit run`` writes its own lines, is a terminal that rewrites lines."""
         return 2 in self._terminals
 
     @property
@@ -143,10 +145,15 @@ class OutputWriter:
         self._lines.begin(size)
         self.has_output = False
 
-    def show_start(self, progress: str) -> None:
-        """Show the progress of the start on a terminal, until there is output of ranks."""
+    def show_start(self, *forms: str) -> None:
+        """Show the progress of the start on a terminal, until there is output of ranks.
+
+        Args:
+            forms: texts of the same progress, the longest first: the first one that fits is shown. None: no progress.
+        """
         if self.has_terminal and not self.has_output:
-            self._show(progress.encode())
+            fitting = [form for form in forms if len(form) <= self._columns]
+            self._show((fitting or list(forms[-1:]) or [""])[0].encode())
 
     def tick(self, now: float) -> None:
         """Write the lines that have waited long enough for other ranks to write the same."""
@@ -229,8 +236,13 @@ class OutputWriter:
         if bar == self._bar:
             return
         if self._terminals:
-            self._put(self._terminals[0], CLEAR + truncate(bar, shutil.get_terminal_size().columns - 1))
+            self._put(self._terminals[0], CLEAR + truncate(bar, self._columns))
         self._bar = bar
+
+    @property
+    def _columns(self) -> int:
+        """Columns for a line that is rewritten; a line that fills the terminal would wrap on some."""
+        return columns_of(self._files[self._terminals[0]]) - 1
 
     def _put(self, channel: int, data: bytes) -> None:
         """Write to a file. If both channels are the same terminal or pipe, the order of writes is preserved."""
@@ -254,14 +266,29 @@ def visible(line: bytes) -> bytes:
 
 
 def truncate(line: bytes, width: int) -> bytes:
-    """Return the first ``width`` visible characters of a line, with all of its escape sequences for colors.
+    """Return what fits into the first ``width`` columns of a line, with all of its escape sequences for colors.
 
     Example:
         >>> truncate("\\x1b[32m━━━━\\x1b[0m 7/9".encode(), 6).decode()
         '\\x1b[32m━━━━\\x1b[0m 7'
+        >>> truncate("学習 7/9".encode(), 6).decode()
+        '学習 7'
     """
     parts = _ESCAPE.split(line.decode(errors="replace"))
     for index in range(0, len(parts), 2):  # odd indices are escape sequences
-        parts[index] = parts[index][: max(0, width)]
-        width -= len(parts[index])
+        ends = list(itertools.accumulate(map(_columns_of_character, parts[index])))
+        fitting = sum(end <= width for end in ends)
+        if fitting < len(ends):
+            width = 0
+        elif ends:
+            width -= ends[-1]
+        parts[index] = parts[index][:fitting]
     return "".join(parts).encode()
+
+
+def _columns_of_character(character: str) -> int:
+    if character == "\t":
+        return 8  # at most
+    if unicodedata.combining(character):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
