@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 from hvdkit._version import __version__
 from hvdkit.commands.parsing import corrected, parse
+from hvdkit.commands.script_options import misplaced_options
 from hvdkit.errors import HvdkitError, printable, see
 from hvdkit.machine.terminal import open_standard_files
 
@@ -206,6 +207,9 @@ def _dispatch(name: str, arguments: list[str]) -> int:
     program: list[list[str]] = []
     if command.takes_program:
         arguments, *program = _split_off_program(arguments, kind)
+        if (problem := misplaced_options(kind, name, arguments, *program)) is not None:
+            print(printable(problem, keep="\n"), file=sys.stderr, flush=True)
+            return 2
     if command.takes_words and arguments and not arguments[0].startswith("-") and not {"-h", "--help"} & {*arguments}:
         arguments = ["--", *arguments]
     description = None if isinstance(kind, type) else f"{command.summary}.\n\nFor example:\n    {command.example}"

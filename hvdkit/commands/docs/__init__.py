@@ -12,7 +12,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from hvdkit.commands.docs import catalogue
+from hvdkit.commands.docs.catalogue import entries, listing, search
 from hvdkit.commands.docs.headings import anchor, headings
 from hvdkit.errors import describe
 from hvdkit.machine.terminal import aligned, on_terminal
@@ -92,7 +92,7 @@ def find(reference: str) -> str:
 
 def with_messages(text: str) -> str:
     """Return the text of the page of error messages, followed by their catalogue."""
-    return f"{text.replace(_MESSAGES_MARK, '').rstrip()}\n\n{catalogue.listing(catalogue.entries())}\n"
+    return f"{text.replace(_MESSAGES_MARK, '').rstrip()}\n\n{listing(entries())}\n"
 
 
 def _messages_with(words: Sequence[str], page: str) -> str:
@@ -100,7 +100,7 @@ def _messages_with(words: Sequence[str], page: str) -> str:
     if page != _MESSAGES:
         remedy = f"to look up an error message, write: hvdkit docs messages {shlex.join(words)}"
         raise ValueError(describe("WORDS", shlex.join(words), f"none with the page {page}", remedy))
-    return catalogue.listing(catalogue.search(words, catalogue.entries()))
+    return listing(search(words, entries()))
 
 
 def _remedy(name: str, known: Iterable[str], listing: str) -> str:

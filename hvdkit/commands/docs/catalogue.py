@@ -49,7 +49,7 @@ class MessageEntry(NamedTuple):
         Example:
             >>> entry = MessageEntry("splits", "one entry per rank (…)", "pass … row counts")
             >>> entry.likeness("splits: got [1, 2], expected one entry per rank (4); pass 4 row counts")
-            52
+            57
             >>> entry.likeness("splits: got [1, 2], expected integers; pass integers")
             11
         """
