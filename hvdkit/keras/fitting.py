@@ -269,12 +269,22 @@ def _report_end(
     callbacks: CallbackList, seconds: float, epochs: int, history: keras.callbacks.History, rows: float | None
 ) -> None:
     """Report what a ``fit`` has trained. Without a Supervisor, ``verbose=0`` logs nothing."""
+    trained = callbacks.trained
     of_session = next((each.supervisor.trained for each in callbacks.supervisors if each.supervisor is not None), None)
-    summary = of_session or RunSummary(steps=callbacks.steps_trained, seconds=seconds)
+    summary = of_session or RunSummary(steps=trained.steps, seconds=seconds)
     last = history.epoch[-1] + 1 if history.epoch else epochs
     stopped = f"after epoch {last} of {epochs}" if last < epochs else ""
+    if trained.unfinished is not None:
+        stopped = f"in epoch {trained.unfinished} of {epochs}"
     stopped = next((f"by {each.stopped_by}" for each in callbacks.supervisors if each.stopped_by), stopped)
-    summary = replace(summary, epochs=callbacks.epochs_trained, examples_per_step=rows, stopped=stopped)
+    summary = replace(
+        summary,
+        epochs=trained.whole,
+        continued_epoch=trained.continued,
+        unfinished_epoch=trained.unfinished,
+        examples_per_step=rows,
+        stopped=stopped,
+    )
     summary.report(logs=of_session is not None or bool(callbacks.verbose and summary.steps))
 
 
