@@ -12,6 +12,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from hvdkit.cluster.log_filter import CHATTER
 from hvdkit.commands.run.alike_lines import START_SECONDS, WAIT_SECONDS, AlikeLines
 from hvdkit.machine.terminal import can_rewrite, columns_of, is_terminal
 from hvdkit.watchdog.lines import Writer, write_all
@@ -26,6 +27,8 @@ _CURSOR = re.compile(rb"\x1b\[\?25[hl]")
 _ERROR = re.compile(rb"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Group)(: .*)?")
 _TRACEBACK = b"Traceback (most recent call last):"
 _ESCAPE = re.compile(r"(\x1b\[[0-9;?]*[A-Za-z])")
+
+_CHATTER = tuple(beginning.encode() for beginning in CHATTER)
 
 Shown = Literal["all", "merged", "rank0", "files"]
 """Which lines are shown: of all ranks; those that ranks write alike once; of rank 0; none."""
@@ -57,6 +60,7 @@ class OutputWriter:
         self._lines = AlikeLines()
         self._seconds = WAIT_SECONDS if self._shown == "merged" else 0.0  # that lines wait
         self._interrupted: dict[int, list[bytes]] = {}  # tracebacks of ranks that Ctrl-C has interrupted
+        self._drops_chatter = os.environ.get("TF_CPP_MIN_LOG_LEVEL") != "0"
         self.has_output = False
         self._bar = b""  # the progress bar that the terminal shows
         self._writers: dict[tuple[int, int], Writer] = {}
@@ -90,14 +94,17 @@ class OutputWriter:
             channel: 1 or 2, standard output or error.
             data: any number of bytes.
             is_starting: it has not called ``hk.init()``: what ranks write alike to standard error is shown once, as
-                nothing else joins the tracebacks of errors in every rank.
+                nothing else joins the tracebacks of errors in every rank. TensorFlow's startup messages, which come if
+                a program imports it before hvdkit, are only in the logs, unless ``TF_CPP_MIN_LOG_LEVEL`` is 0.
         """
         if self._logs is not None:
             self._write_log(rank, data)
-        if not self.has_output:
+        *lines, rest = (self._partial.get((rank, channel), b"") + data).split(b"\n")
+        if is_starting and channel == 2 and self._drops_chatter:
+            lines = [line for line in lines if not line.startswith(_CHATTER)]
+        if not self.has_output and (lines or rest) and not rest.startswith(_CHATTER):
             self.has_output = True
             self._show(b"")  # the progress of the start
-        *lines, rest = (self._partial.get((rank, channel), b"") + data).split(b"\n")
         # Drop what a progress bar has overwritten. Otherwise the line would grow during the whole training.
         head, _, tail = rest.rstrip(b"\r").rpartition(b"\r")
         rest = (tail or head) + (b"\r" if rest.endswith(b"\r") else b"")
