@@ -407,8 +407,8 @@ class CallbackList(keras.callbacks.CallbackList):
         found = gather(cluster.exchange(), "the first global batch", digest)
         digests = [digest for digest, _ in found]
         remedy = (
-            "remove dataset.shard(size, rank), as hk.fit divides batches; give shuffle(), random maps and splits of "
-            "the dataset a seed (keras.utils.set_random_seed), and every rank the same files; a map with "
+            "call keras.utils.set_random_seed(1) first, or give shuffle(), random maps and splits of data a seed; "
+            "remove dataset.shard(size, rank), as hk.fit divides batches; give every rank the same files; a map with "
             "num_parallel_calls draws random numbers in any order: leave it out, or use tf.random.stateless_*; "
             f"{see('pitfalls#a-split-or-shuffle-without-a-seed')}"
         )
