@@ -20,9 +20,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tests")]
 
 import cookbook  # noqa: E402
-import messages  # noqa: E402
 
 from hvdkit.commands.cli import COMMANDS, main  # noqa: E402
+from hvdkit.commands.docs import with_messages  # noqa: E402
 
 # A fence's first line: the language, a file's name, what else tools/check_docs.py reads.
 FENCE = re.compile(r"^(```\w+)(?: file=(\S+)| [^\n]*)?$", re.MULTILINE)
@@ -72,7 +72,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) 
     if page.file.src_uri == "commands.md":
         markdown = markdown.replace("<!-- commands -->", help_texts())
     if page.file.src_uri == "messages.md":
-        markdown = markdown.replace("<!-- messages -->", messages.page(ROOT / "hvdkit"))
+        markdown = with_messages(markdown)
     if page.file.src_uri == "cookbook.md":
         markdown = cookbook.page(markdown)
     if "/" not in page.file.src_uri:

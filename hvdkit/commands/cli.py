@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 from hvdkit._version import __version__
 from hvdkit.commands.parsing import corrected, parse
+from hvdkit.commands.script_options import misplaced_options
 from hvdkit.errors import HvdkitError, printable, see
 from hvdkit.machine.terminal import open_standard_files
 
@@ -41,6 +42,7 @@ class Command(NamedTuple):
     config: str
     runner: str
     takes_program: bool = False  # pass the arguments after the options or -- to the runner unchanged
+    takes_words: bool = False  # what follows the first word is no option, even if it begins with -
 
 
 COMMANDS = {
@@ -118,6 +120,7 @@ COMMANDS = {
         "hvdkit docs pitfalls",
         config="hvdkit.commands.docs:Docs",
         runner="hvdkit.commands.docs:docs",
+        takes_words=True,
     ),
 }
 
@@ -204,6 +207,11 @@ def _dispatch(name: str, arguments: list[str]) -> int:
     program: list[list[str]] = []
     if command.takes_program:
         arguments, *program = _split_off_program(arguments, kind)
+        if (problem := misplaced_options(kind, name, arguments, *program)) is not None:
+            print(printable(problem, keep="\n"), file=sys.stderr, flush=True)
+            return 2
+    if command.takes_words and arguments and not arguments[0].startswith("-") and not {"-h", "--help"} & {*arguments}:
+        arguments = ["--", *arguments]
     description = None if isinstance(kind, type) else f"{command.summary}.\n\nFor example:\n    {command.example}"
     try:
         config = parse(kind, prog=f"hvdkit {name}", description=description, args=arguments)

@@ -100,7 +100,7 @@ def corrected(kind: Any, arguments: Sequence[str]) -> list[str] | None:
         >>> corrected(RunConfig, ["-n", "2", "--dryrun"])
         ['-np', '2', '--dry-run']
     """
-    known = _options(kind, arguments)
+    known = _known_options(kind, arguments)
     words = []
     for word in arguments:
         option, equals, value = word.partition("=")
@@ -113,7 +113,19 @@ def corrected(kind: Any, arguments: Sequence[str]) -> list[str] | None:
     return None if words == list(arguments) else words
 
 
-def _options(kind: Any, arguments: Sequence[str]) -> list[str]:
+def resembling(kind: Any, option: str, arguments: Sequence[str]) -> str | None:
+    """Return the option of a command that ``option`` is or resembles most, or None.
+
+    Example:
+        >>> from hvdkit.commands.run.config import RunConfig
+        >>> resembling(RunConfig, "-n", []), resembling(RunConfig, "--epochs", [])
+        ('-np', None)
+    """
+    near = difflib.get_close_matches(option.replace("_", "-"), _known_options(kind, arguments), 1, cutoff=0.7)
+    return near[0] if near else None
+
+
+def _known_options(kind: Any, arguments: Sequence[str]) -> list[str]:
     """Return the options that the help of a command, or of the subcommand in ``arguments``, names."""
     subcommand = itertools.takewhile(lambda word: not word.startswith("-"), arguments)
     shown = io.StringIO()

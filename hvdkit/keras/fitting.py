@@ -33,7 +33,9 @@ from hvdkit.keras.strategies import outside_strategy
 from hvdkit.keras.supervisor_callback import SupervisorCallback, closing_sessions
 from hvdkit.layers.batch_norm import warn_of_local_statistics
 from hvdkit.supervisor.reports import RunSummary
+from hvdkit.supervisor.signals import EndNotice
 from hvdkit.watchdog.ending import is_interrupt
+from hvdkit.watchdog.rank_texts import tag
 
 # Arguments of hk.fit that must be the same on every rank, besides those that _call_text converts.
 _COMPARED = (
@@ -270,26 +272,39 @@ def _report_end(
     callbacks: CallbackList, seconds: float, epochs: int, history: keras.callbacks.History, rows: float | None
 ) -> None:
     """Report what a ``fit`` has trained. Without a Supervisor, ``verbose=0`` logs nothing."""
+    trained = callbacks.trained
     of_session = next((each.supervisor.trained for each in callbacks.supervisors if each.supervisor is not None), None)
-    summary = of_session or RunSummary(steps=callbacks.steps_trained, seconds=seconds)
+    summary = of_session or RunSummary(steps=trained.steps, seconds=seconds)
     last = history.epoch[-1] + 1 if history.epoch else epochs
     stopped = f"after epoch {last} of {epochs}" if last < epochs else ""
+    if trained.unfinished is not None:
+        stopped = f"in epoch {trained.unfinished} of {epochs}"
     stopped = next((f"by {each.stopped_by}" for each in callbacks.supervisors if each.stopped_by), stopped)
-    summary = replace(summary, epochs=callbacks.epochs_trained, examples_per_step=rows, stopped=stopped)
+    summary = replace(
+        summary,
+        epochs=trained.whole,
+        continued_epoch=trained.continued,
+        unfinished_epoch=trained.unfinished,
+        examples_per_step=rows,
+        stopped=stopped,
+    )
     summary.report(logs=of_session is not None or bool(callbacks.verbose and summary.steps))
 
 
 @contextlib.contextmanager
 def _warning_if_interrupted() -> Iterator[None]:
-    """Warn on the chief, after Ctrl-C, that nothing was saved."""
+    """Warn on the chief, after Ctrl-C or SIGTERM, that nothing was saved."""
+    remedy = "nothing was saved; hk.fit(logdir='runs/a') saves the run, and the same command continues it"
+    own_tag = f"{tag([cluster.rank()])} " if cluster.size() > 1 else ""
+    notice = EndNotice(f"{own_tag}ended by SIGTERM: {remedy}") if cluster.is_chief() else contextlib.nullcontext()
     try:
-        yield
+        with notice:
+            yield
     except BaseException as error:
         # Another rank may have been interrupted first, while this one waited for it in a collective.
         has_left = isinstance(error, SystemExit) and error.code == 128 + signal.SIGINT
         if cluster.is_chief() and (has_left or is_interrupt(error)):
-            remedy = "hk.fit(logdir='runs/a') saves the run, and the same command continues it"
-            get_logger().warning("interrupted: nothing was saved; %s", remedy)
+            get_logger().warning("interrupted: %s", remedy)
         raise
 
 

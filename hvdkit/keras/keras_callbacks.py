@@ -25,7 +25,8 @@ from hvdkit.keras.fit_session import FitSession
 from hvdkit.keras.model_optimizers import optimizers_of
 from hvdkit.keras.row_gathering import gather_rows
 from hvdkit.keras.shares import Shares
-from hvdkit.keras.supervisor_callback import SupervisorCallback, end_epoch, join_fit
+from hvdkit.keras.supervisor_callback import SupervisorCallback, end_epoch, join_fit, steps_begun
+from hvdkit.keras.trained_epochs import TrainedEpochs
 from hvdkit.layers.batch_norm import check_batch_normalization
 from hvdkit.machine.terminal import on_terminal
 from hvdkit.sharding.variables import compare_variables
@@ -160,8 +161,7 @@ class CallbackList(keras.callbacks.CallbackList):
     Attributes:
         verbose: this rank's.
         supervisors: those that save the run.
-        epochs_trained: epochs that have ended in this ``fit``.
-        steps_trained: steps in these epochs.
+        trained: epochs that have ended in this ``fit``.
     """
 
     def __init__(
@@ -181,8 +181,7 @@ class CallbackList(keras.callbacks.CallbackList):
         local_verbose = _local_verbose(verbose)
         self._session = session
         self.verbose = local_verbose
-        self.epochs_trained = 0
-        self.steps_trained = 0
+        self.trained = TrainedEpochs()
         self._epoch_steps = 0
         self._data = data
         self._test_data = validation if trains else data
@@ -294,7 +293,7 @@ class CallbackList(keras.callbacks.CallbackList):
         """Call the callbacks, after comparing the first global batch of an epoch between ranks."""
         self._epoch_steps = batch + 1
         if not self.supervisors:  # which count the steps of earlier runs, too
-            progress().count_step(self.steps_trained + self._epoch_steps)
+            progress().count_step(self.trained.steps + self._epoch_steps)
         if self._is_first_batch:
             self._compare_batch()
         if self._is_first_update:
@@ -312,8 +311,9 @@ class CallbackList(keras.callbacks.CallbackList):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Call the callbacks. An error on one rank raises on all ranks, and either all ranks stop or none."""
-        self.epochs_trained += 1
-        self.steps_trained += self._epoch_steps
+        begun = max(map(steps_begun, self.supervisors), default=0)
+        stopped = bool(self.model.stop_training)
+        self.trained.add(epoch, steps=self._epoch_steps, of=self.params.get("steps"), begun=begun, is_stopped=stopped)
         self._epoch_steps = 0
         if self._async_train:
             self._flush_futures()
@@ -407,8 +407,8 @@ class CallbackList(keras.callbacks.CallbackList):
         found = gather(cluster.exchange(), "the first global batch", digest)
         digests = [digest for digest, _ in found]
         remedy = (
-            "remove dataset.shard(size, rank), as hk.fit divides batches; give shuffle(), random maps and splits of "
-            "the dataset a seed (keras.utils.set_random_seed), and every rank the same files; a map with "
+            "call keras.utils.set_random_seed(1) first, or give shuffle(), random maps and splits of data a seed; "
+            "remove dataset.shard(size, rank), as hk.fit divides batches; give every rank the same files; a map with "
             "num_parallel_calls draws random numbers in any order: leave it out, or use tf.random.stateless_*; "
             f"{see('pitfalls#a-split-or-shuffle-without-a-seed')}"
         )

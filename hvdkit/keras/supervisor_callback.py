@@ -267,6 +267,11 @@ def closing_sessions(callbacks: Iterable[keras.callbacks.Callback]) -> Iterator[
         raise
 
 
+def steps_begun(supervisor: SupervisorCallback) -> int:
+    """Return the steps of the current epoch that an earlier run has trained, and this one does not repeat."""
+    return supervisor._steps_begun
+
+
 def end_epoch(supervisor: SupervisorCallback, epoch: int) -> None:
     """Save at the end of an epoch. ``hk.fit`` calls it after the ``on_epoch_end`` of all callbacks."""
     session = supervisor._session

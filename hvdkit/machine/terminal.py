@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import IO
@@ -36,13 +37,21 @@ def is_terminal(stream: IO[str] | IO[bytes] | None) -> bool:
     return stream is not None and stream.isatty() and "JPY_PARENT_PID" not in os.environ
 
 
+def can_rewrite(stream: IO[str] | IO[bytes] | None) -> bool:
+    """Return True if a stream is a terminal that the user sees, and on which a line can be written again.
+
+    ``TERM=dumb`` is a terminal that only prints lines, such as that of an editor.
+    """
+    return is_terminal(stream) and os.environ.get("TERM") != "dumb"
+
+
 def on_terminal() -> bool:
     """Return True if the user sees this process on a terminal that can do more than print lines.
 
     Both stdout and stderr must be terminals: Open MPI's mpirun gives its ranks a pseudo-terminal as stdout even if its
     own output goes to a file.
     """
-    return is_terminal(sys.stdout) and is_terminal(sys.stderr) and os.environ.get("TERM") != "dumb"
+    return can_rewrite(sys.stdout) and can_rewrite(sys.stderr)
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
@@ -53,3 +62,12 @@ def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[st
         cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
         lines.append("  ".join(cells).rstrip())
     return lines
+
+
+def columns_of(stream: IO[bytes]) -> int:
+    """Return the columns of the terminal that a stream is; if it does not know them, those of ``COLUMNS``, or 80."""
+    try:
+        columns = os.get_terminal_size(stream.fileno()).columns
+    except OSError:  # the terminal has been closed
+        columns = 0
+    return columns or shutil.get_terminal_size().columns

@@ -26,7 +26,9 @@ class RunSummary:
         steps: steps that it has trained.
         seconds: since it began.
         examples_per_step: rows of a global batch, on average; None if unknown.
-        epochs: epochs that ``hk.fit`` has trained, of which the last may be incomplete; None in a loop.
+        epochs: whole epochs that ``hk.fit`` has trained; None in a loop.
+        continued_epoch: number of the epoch that an earlier run had begun and this one completed, from 1, or None.
+        unfinished_epoch: number of the epoch in which ``hk.fit`` ended before its last step, from 1, or None.
         stopped: where ``hk.fit`` ended early, e.g. "after epoch 3 of 5"; if there was nothing to train, what had ended
             the run, e.g. "by EarlyStopping"; or "".
         step: steps of all runs with this folder; None without a folder.
@@ -38,6 +40,8 @@ class RunSummary:
     seconds: float
     examples_per_step: float | None = None
     epochs: int | None = None
+    continued_epoch: int | None = None
+    unfinished_epoch: int | None = None
     stopped: str = ""
     step: int | None = None
     checkpoint: RunPath | None = None
@@ -50,6 +54,8 @@ class RunSummary:
         Example:
             >>> RunSummary(steps=65, seconds=6.5, epochs=5, examples_per_step=128).line
             'trained 5 epochs, 65 steps in 6.5 s (1,280 examples/s)'
+            >>> RunSummary(steps=50, seconds=5.0, epochs=3, continued_epoch=2, examples_per_step=128).line
+            'trained the rest of epoch 2 and 3 epochs, 50 steps in 5.0 s (1,280 examples/s)'
         """
         if not self.steps and self.checkpoint is not None:
             where = f"step {self.step} ({printable(self.checkpoint)})"
@@ -59,7 +65,7 @@ class RunSummary:
             return (
                 f"nothing to train: the run is already at {where}; pass more epochs or steps, or another logdir{empty}"
             )
-        epochs = "" if self.epochs is None else f"{counted(self.epochs, 'epoch')}, "
+        epochs = f"{self._epochs}, " if self._epochs else ""
         to = "" if self.step is None else f", to step {self.step}"
         parts = [f"trained {epochs}{counted(self.steps, 'step')} in {self.seconds:.1f} s ({self._rate}){to}"]
         if self.stopped:
@@ -69,6 +75,16 @@ class RunSummary:
         if self.logdir is not None:
             parts.append(f"curves: tensorboard --logdir {printable(self.logdir)}")
         return "; ".join(parts)
+
+    @property
+    def _epochs(self) -> str:
+        """The epochs in words, in their order; empty in a loop."""
+        parts = [] if self.continued_epoch is None else [f"the rest of epoch {self.continued_epoch}"]
+        unfinished = [] if self.unfinished_epoch is None else [f"part of epoch {self.unfinished_epoch}"]
+        if self.epochs or (self.epochs is not None and not parts and not unfinished):
+            parts.append(counted(self.epochs, "epoch"))
+        *first, last = [*parts, *unfinished] or [""]
+        return f"{', '.join(first)} and {last}" if first else last
 
     @property
     def _rate(self) -> str:

@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -58,6 +59,7 @@ class StopSignals:
         self.received: signal.Signals | None = None
         self._previous: dict[signal.Signals, Any] = {}
         self._requests = _StopRequests()
+        self._thread_requests = _StopRequests()
         self._wakeup_thread: _WakeupThread | None = None
 
     def __enter__(self) -> StopSignals:
@@ -67,7 +69,7 @@ class StopSignals:
                 if _may_handle(number, previous):
                     self._previous[number] = previous
                     signal.signal(number, self._handle)
-            self._wakeup_thread = _WakeupThread.start()
+            self._wakeup_thread = _WakeupThread.start(self._on_signal)
             _ACTIVE.append(self)
         return self
 
@@ -80,6 +82,11 @@ class StopSignals:
         if self._requests.is_second(number):
             self._restore()
             os.kill(os.getpid(), number)
+
+    def _on_signal(self, number: int, over: threading.Event) -> None:
+        """End the process on a second signal if the main thread does not run its handlers."""
+        if self._thread_requests.is_second(number) and not over.wait(GRACE_SECONDS):
+            _end(number, f"hvdkit: ended by a second {signal.Signals(number).name}; unsaved progress is lost")
 
     def _restore(self) -> None:
         """Restore the previous handlers, except those that were changed in the meantime."""
@@ -117,20 +124,21 @@ class _StopRequests:
 
 
 class _WakeupThread:
-    """A thread that ends the process on a second signal if the main thread does not run its handlers.
+    """A thread that is called for each signal, with its number, until the event is set that it is over.
 
     Python's C handler writes the number of each signal to the wakeup descriptor immediately, even if the main thread is
     blocked.
     """
 
-    def __init__(self, reader: int, writer: int) -> None:
+    def __init__(self, reader: int, writer: int, on_signal: Callable[[int, threading.Event], None]) -> None:
         self._reader = reader
         self._writer = writer
+        self._on_signal = on_signal
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hvdkit-signals", daemon=True)
 
     @classmethod
-    def start(cls) -> _WakeupThread | None:
+    def start(cls, on_signal: Callable[[int, threading.Event], None]) -> _WakeupThread | None:
         """Start and return the thread, or return None if an event loop (asyncio) already uses the wakeup descriptor."""
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
@@ -140,7 +148,7 @@ class _WakeupThread:
             os.close(reader)
             os.close(writer)
             return None
-        thread = cls(reader, writer)
+        thread = cls(reader, writer, on_signal)
         thread._thread.start()
         return thread
 
@@ -153,23 +161,88 @@ class _WakeupThread:
         os.close(self._writer)  # the thread reads EOF and exits
 
     def _run(self) -> None:
-        requests = _StopRequests()
         while data := os.read(self._reader, 1):
-            if requests.is_second(data[0]) and not self._over.wait(GRACE_SECONDS):
-                write_line(f"hvdkit: ended by a second {signal.Signals(data[0]).name}; unsaved progress is lost")
-                # Python only allows the main thread to set handlers, but its C function works in any thread.
-                ctypes.pythonapi.PyOS_setsig(ctypes.c_int(data[0]), ctypes.c_void_p(signal.SIG_DFL))
-                os.kill(os.getpid(), data[0])
+            self._on_signal(data[0], self._over)
         os.close(self._reader)
 
 
-_ACTIVE: list[StopSignals] = []
+def _end(number: int, line: str) -> None:
+    """Write a line, and let a signal end this process. Called in any thread."""
+    write_line(line)
+    # Python only allows the main thread to set handlers, but its C function works in any thread.
+    ctypes.pythonapi.PyOS_setsig(ctypes.c_int(number), ctypes.c_void_p(signal.SIG_DFL))
+    os.kill(os.getpid(), number)
+
+
+class EndNotice:
+    """Write a line before SIGTERM ends this process, which otherwise would end without a word.
+
+    After Ctrl-C, Open MPI's mpirun sends its ranks SIGTERM. Does nothing outside the main thread, or if the program or
+    an event loop handles signals itself.
+
+    Args:
+        line: what to write.
+
+    Example::
+
+        with EndNotice("ended by SIGTERM: nothing was saved"):
+            train()
+    """
+
+    def __init__(self, line: str) -> None:
+        self.line = line
+        self._thread: _WakeupThread | None = None
+
+    def __enter__(self) -> EndNotice:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            self._thread = _WakeupThread.start(self._on_signal)
+            if self._thread is not None:
+                signal.signal(signal.SIGTERM, self._ignore)
+                _ACTIVE.append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._restore()
+
+    def _ignore(self, number: int, frame: FrameType | None) -> None:
+        """Do nothing: the thread ends the process, also if the main thread is blocked."""
+
+    def _on_signal(self, number: int, over: threading.Event) -> None:
+        if number == signal.SIGTERM and signal.getsignal(signal.SIGTERM) == self._ignore:
+            _end(number, self.line)
+
+    def _restore(self) -> None:
+        if self._thread is None:
+            return
+        if signal.getsignal(signal.SIGTERM) == self._ignore:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._thread.stop()
+        self._thread = None
+        if self in _ACTIVE:
+            _ACTIVE.remove(self)
+
+
+_ACTIVE: list[StopSignals | EndNotice] = []
+
+
+def _hold_in_fork() -> None:
+    """Hold signals in the thread that forks: until the child has restored its handlers, it would wake the parent."""
+    if _ACTIVE:
+        _HOLDING.append(signal.pthread_sigmask(signal.SIG_BLOCK, ECHO_SECONDS))
+
+
+def _resume_after_fork() -> None:
+    if _HOLDING:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _HOLDING.pop())
 
 
 def _restore_in_child() -> None:
     """In a forked child: restore the default handling of signals, and don't write to the parent's pipe."""
     for stop in list(_ACTIVE):
         stop._restore()
+    _resume_after_fork()
 
 
-os.register_at_fork(after_in_child=_restore_in_child)
+_HOLDING: list[set[int | signal.Signals]] = []  # what the thread that forks blocked before
+os.register_at_fork(before=_hold_in_fork, after_in_parent=_resume_after_fork, after_in_child=_restore_in_child)

@@ -26,7 +26,7 @@ from hvdkit.commands.run.engine_choice import EngineFacts, choose
 from hvdkit.commands.run.engine_process import EngineProcess
 from hvdkit.commands.run.engines import CommandLine, Engine, LaunchSpec
 from hvdkit.commands.run.hosts import Host, parse_hosts
-from hvdkit.commands.run.job import Job
+from hvdkit.commands.run.job import Job, prepare
 from hvdkit.commands.run.job import _hosts as job_hosts
 from hvdkit.commands.run.kubernetes import manifest
 from hvdkit.commands.run.output import CLEAR, OutputWriter
@@ -499,6 +499,50 @@ def test_output_of_rank_0_or_in_files_only(tmp_path):
     assert (tmp_path / "rank-2.log").read_text() == "of 2\n" * 2
     with pytest.raises(ValueError, match=r"--output: got files, without --logs"):
         RunConfig(np=2, output="files")
+
+
+CHATTER = b"""WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
+I0000 00:00:17959.23 %d port.cc:153] oneDNN custom operations are on. You may see slightly different numerical results.
+I0000 00:00:17959.24 %d cpu_feature_guard.cc:227] This TensorFlow binary is optimized.
+To enable the following instructions: AVX2 AVX512F FMA, in other operations, rebuild TensorFlow.
+"""
+
+
+@pytest.mark.parametrize("level", [None, "0"])
+def test_startup_messages_of_programs_that_import_tensorflow_first(tmp_path, monkeypatch, level):
+    """Each rank writes them, with its own numbers, before hk.init()."""
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
+    if level is not None:
+        monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", level)
+    with (tmp_path / "out").open("wb") as out:
+        output = OutputWriter({1: out, 2: out}, tmp_path)
+        output.begin(2)
+        for rank in (0, 1):
+            text = CHATTER % (rank, rank)
+            for part in (text[:100], text[100:]):
+                output.feed(rank, 2, part, is_starting=True)
+        assert output.has_output == (level == "0")  # otherwise the progress of the start remains
+        output.feed(0, 2, b"E0000 00:00:1 cuda.cc:1] no GPU\n", is_starting=True)
+        output.feed(0, 1, b"I0000 of the program\n", is_starting=True)
+        output.feed(0, 2, b"I0000 later\n")
+        output.end()
+        assert output.finish(WAIT)
+    lines = (tmp_path / "out").read_text().splitlines()
+    own = ["[rank 0] E0000 00:00:1 cuda.cc:1] no GPU", "[rank 0] I0000 of the program", "[rank 0] I0000 later"]
+    assert lines[-3:] == own and (lines == own) == (level is None), lines
+    assert (tmp_path / "rank-1.log").read_bytes() == CHATTER % (1, 1)
+
+
+def test_the_level_of_tensorflows_messages_is_set_before_ranks_start(monkeypatch):
+    config = RunConfig(np=2)
+    for value, expected in ((None, ["1", "2"]), ("0", ["0", "0"])):
+        monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
+        if value is not None:
+            monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", value)
+        job = prepare(config, ["python"])
+        levels = [job.program(["python"], rank)["environment"]["TF_CPP_MIN_LOG_LEVEL"] for rank in (0, 1)]
+        assert levels == expected
+        assert not [name for name in job.program(["python"], 0)["environment"] if "ONEDNN" in name]
 
 
 def test_a_line_without_an_end_is_written_in_parts(tmp_path):

@@ -49,6 +49,7 @@ STANDALONE = {
     "sharding.plan",
     "sharding.table",
     "optimizer.buckets",
+    "cluster.log_filter",
     "cluster.rings",
     "cluster.tuned",
     "watchdog",

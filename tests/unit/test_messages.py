@@ -1,25 +1,114 @@
-"""The page of error messages is made from the sources."""
+"""The catalogue of error messages, which is generated from the sources: on a page, and for those who look one up."""
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
+import re
+import shlex
 
 import pytest
 
+from hvdkit.commands import cli
+from hvdkit.commands.docs import PAGES, find
+from hvdkit.commands.docs.catalogue import entries
+from hvdkit.commands.docs.headings import anchor, headings
 from hvdkit.data.division import divide
+from hvdkit.errors import integer
 
-ROOT = Path(__file__).resolve().parents[2]
+
+def shown(capsys, *words):
+    """Return what ``hvdkit docs messages WORDS`` prints."""
+    assert cli.main(["docs", "messages", *words]) == 0
+    return capsys.readouterr().out
 
 
-def test_the_page_has_the_messages_that_users_see():
-    found = importlib.util.spec_from_file_location("messages", ROOT / "tools" / "messages.py")
-    messages = importlib.util.module_from_spec(found)
-    found.loader.exec_module(messages)
-    page = messages.page(ROOT / "hvdkit")
-    with pytest.raises(ValueError, match="parts: got") as raised:
-        divide("dataset", ("columns",))
-    expected, _, remedy = str(raised.value).partition(", expected ")[2].partition("; ")
+def message_of(call):
+    with pytest.raises(ValueError, match=": got ") as raised:
+        call()
+    return str(raised.value)
+
+
+def test_the_page_has_the_messages_that_users_see(capsys):
+    page = shown(capsys)
+    message = message_of(lambda: divide("dataset", ("columns",)))
+    expected, _, remedy = message.partition(", expected ")[2].partition("; ")
     section = page.partition("## `parts`\n")[2].partition("\n## ")[0]
     assert remedy in section and expected.partition("'")[0] in section.replace("\\", ""), section
-    assert page.count("\n## ") > 100
+    assert page.count("\n## ") > 100 and page.startswith("# Error messages\n")
+
+
+def test_a_message_that_is_pasted_finds_its_entry(capsys):
+    for call in (lambda: divide("dataset", ("columns",)), lambda: integer("size", 0, minimum=1)):
+        message = message_of(call)
+        found = shown(capsys, f"ValueError: {message}")
+        remedy = message.rpartition("; ")[2]
+        assert remedy in found and found.count("\n- ") == 1, found
+        assert shown(capsys, *message.split()) == found  # without quotes
+
+
+def test_words_find_the_entries_that_contain_all_of_them(capsys):
+    found = shown(capsys, "BATCH_SIZE", "larger")
+    entries = re.findall("^- .*", found, re.MULTILINE)
+    assert entries and len(entries) < 20
+    text = shown(capsys, "batch_size")
+    assert "## `batch_size`" in text and "pass a larger batch_size, which is global" in text.replace("\\", "")
+
+
+def test_options_are_found(capsys):
+    assert "## `--min-np`" in shown(capsys, "--min-np: got 5, expected at most the 2 ranks of these hosts")
+    assert "## `--min-np`" in shown(capsys, "--min-np")
+
+
+def test_the_commands_of_the_page():
+    block = (PAGES / "messages.md").read_text().partition("```sh\n")[2].partition("```")[0]
+    commands = [shlex.split(line, comments=True) for line in block.splitlines()]
+    assert len(commands) == 3
+    for command in commands:
+        assert cli.main(command[1:]) == 0
+
+
+def test_every_argument_has_a_link(capsys):
+    titles = [title for title, level, _ in headings(find("messages")) if level == 2]
+    assert "`parts`" in titles
+    assert cli.main(["docs", "messages#parts"]) == 0
+    assert capsys.readouterr().out.startswith("## `parts`\n\n- expected ")
+    anchors = [anchor(title) for title in titles]
+    assert all(anchors) and len({*anchors}) == len(anchors)
+
+
+def test_words_that_no_message_contains_are_an_error(capsys):
+    assert cli.main(["docs", "messages", "batchsize"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "did you mean batch_size?" in error
+    assert cli.main(["docs", "messages", "zebra", "rows"]) == 2
+    assert "`hvdkit docs messages` shows them" in capsys.readouterr().err
+
+
+def test_words_are_for_messages_only(capsys):
+    assert cli.main(["docs", "pitfalls", "weights"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "hvdkit docs messages weights" in error
+
+
+def test_the_parts_of_a_message_belong_together(tmp_path):
+    """Functions of one file have variables of the same names; a variable may have one of several values."""
+    (tmp_path / "checks.py").write_text(
+        "LIMIT = 'at most 4'\n"
+        "def check_depth(depth, remedy='lower it'):\n"
+        "    raise ValueError(describe('depth', depth, LIMIT, remedy))\n"
+        "def check_width(width):\n"
+        "    remedy = 'raise it'\n"
+        "    if width > 4:\n"
+        "        remedy = f'pass {width - 4} less'\n"
+        "    raise ValueError(describe('width', width, '0 to 4' if width else LIMIT, remedy))\n"
+        "def check_name(name):\n"
+        "    expected, remedy = rules(name)\n"
+        "    raise ValueError(describe(name, 0, 'a ' + expected, remedy))\n"
+    )
+    assert entries(tmp_path) == (
+        ("depth", "at most 4", "…"),
+        ("several arguments", "a …", "…"),
+        ("width", "0 to 4", "pass … less"),
+        ("width", "0 to 4", "raise it"),
+        ("width", "at most 4", "pass … less"),
+        ("width", "at most 4", "raise it"),
+    )

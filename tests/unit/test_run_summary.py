@@ -63,6 +63,51 @@ def test_a_run_names_its_checkpoint_and_folder_once(fit, tmp_path):
     assert f"nothing to train: the run is already at step 12 ({newest}); pass more epochs" in fit(logdir=logdir)
 
 
+class Breaks(keras.callbacks.Callback):
+    """Fails in a step of a run, after the callbacks before it."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.step = step
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.step -= 1
+        if self.step == 0:
+            raise KeyError("a disk is gone")
+
+
+def test_a_run_that_continues_within_an_epoch_counts_what_it_has_trained(fit, tmp_path, monkeypatch):
+    def run(*others, epochs=5, **options):
+        saver = hk.callbacks.SupervisorCallback(tmp_path / "run", save_steps=3, **options)
+        return fit(epochs=epochs, callbacks=[saver, *others])  # of 4 steps
+
+    with pytest.raises(KeyError):
+        run(Breaks(8))
+    assert "trained the rest of epoch 2 and 3 epochs, 14 steps in " in run()
+    assert "nothing to train" in run()
+    monkeypatch.setenv("HVDKIT_SUMMARY", str(tmp_path / "summary.json"))
+    text = run(epochs=7, until=22)
+    assert re.search(r"trained part of epoch 6, 2 steps in .*, to step 22; stopped in epoch 6 of 7; newest", text), text
+    assert "trained the rest of epoch 6, 2 steps in " in run(epochs=6)
+    text = run(epochs=9, until=33)
+    assert "trained 2 epochs and part of epoch 9, 9 steps in " in text and "stopped in epoch 9 of 9" in text
+    facts = json.loads((tmp_path / "summary.json").read_text())
+    assert [facts[name] for name in ("epochs", "continued_epoch", "unfinished_epoch", "steps")] == [2, None, 9, 9]
+    text = run(epochs=11, until=42)
+    assert "trained the rest of epoch 9, 1 epoch and part of epoch 11, 9 steps in " in text
+
+
+def test_an_epoch_that_is_repeated_is_a_whole_one(fit, tmp_path):
+    """A dataset's position is not saved: the batches of its epoch are trained on again."""
+    import tensorflow as tf
+
+    rows = np.zeros((100, 2), "float32")
+    dataset = tf.data.Dataset.from_tensor_slices((rows, rows[:, :1])).batch(25)
+    with pytest.raises(KeyError):
+        fit(x=dataset, y=None, callbacks=[hk.callbacks.SupervisorCallback(tmp_path, save_steps=3), Breaks(8)])
+    assert "trained 2 epochs, 8 steps in " in fit(x=dataset, y=None, logdir=tmp_path)
+
+
 def test_a_file_gets_the_same_facts(fit, tmp_path, monkeypatch):
     file = tmp_path / "summary.json"
     monkeypatch.setenv("HVDKIT_SUMMARY", str(file))
@@ -72,6 +117,8 @@ def test_a_file_gets_the_same_facts(fit, tmp_path, monkeypatch):
     assert facts == {
         "steps": 12,
         "epochs": 3,
+        "continued_epoch": None,
+        "unfinished_epoch": None,
         "examples_per_step": 25.0,
         "stopped": "",
         "step": None,

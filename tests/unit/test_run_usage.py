@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -63,6 +64,40 @@ def test_a_script_is_run_by_this_interpreter(capsys, monkeypatch, tmp_path):
     error = capsys.readouterr().err
     assert "program: got train.py -np 2, expected options before the program" in error
     assert "write: hvdkit run -np 2 -- python train.py" in error
+
+
+def test_options_of_the_script_before_the_script(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "story.py").write_text("parser.add_argument('--epochs'); parser.add_argument('--logdir')\n")
+    write = "write: hvdkit run -np 2 -- python story.py"
+    for arguments, expected in (
+        ("-np 2 --epochs 3 story.py", f"{write} --epochs 3"),
+        ("-np 2 --epochs 3 -- story.py", f"{write} --epochs 3"),
+        ("-np 2 --epochs=3 story.py", f"{write} --epochs=3"),
+        ("--epochs 3 -np 2 python story.py", f"{write} --epochs 3"),
+        ("-np 2 --epochs 3 story.py --lr 0.1", f"{write} --lr 0.1 --epochs 3"),
+        ("-np 2 --verbose story.py --lr 0.1", f"{write} --lr 0.1 --verbose"),
+        ("-np 2 --verbose python story.py", f"{write} --verbose"),
+        ("--epochs 3 story.py -np 2", f"{write} --epochs 3"),
+        ("-n 2 --epochs 3 story.py", f"{write} --epochs 3"),
+        (
+            "-np 2 --name 'a b' --epochs 3 story.py",
+            "write: hvdkit run -np 2 --name 'a b' -- python story.py --epochs 3",
+        ),
+        ("-np 2 --logdir runs/x story.py", f"{write} --logdir runs/x"),  # not a misspelled --logs
+        ("-np 2 --epochs 3", "for example: hvdkit run -np 4 -- python train.py"),
+    ):
+        assert main(["run", *shlex.split(arguments)]) == 2, arguments
+        error = capsys.readouterr().err
+        assert expected == error.rstrip().splitlines()[-1].partition(" (")[0], (arguments, error)
+        if "write: " in expected:
+            option = next(word for word in expected.split() if word.startswith(("--e", "--v", "--logd")))
+            assert error.startswith(f"hvdkit run: no option {option.partition('=')[0]}; "), error
+            command = shlex.split(expected.partition("hvdkit ")[2])
+            assert main([command[0], "--dry-run", *command[1:]]) == 0
+            capsys.readouterr()
+    assert main(["check", "-np", "2", "--epochs", "3", "story.py"]) == 2
+    assert "write: hvdkit check -np 2 -- story.py --epochs 3" in capsys.readouterr().err
 
 
 def test_a_dry_run_starts_nothing(capsys, monkeypatch):

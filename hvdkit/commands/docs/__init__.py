@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+import shlex
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import Positional, arg
 
+from hvdkit.commands.docs.catalogue import entries, listing, search
+from hvdkit.commands.docs.headings import anchor, headings
 from hvdkit.errors import describe
 from hvdkit.machine.terminal import aligned, on_terminal
 
 PAGES = Path(__file__).parent / "pages"
+_MESSAGES = "messages"  # the page whose contents are generated
+_MESSAGES_MARK = "<!-- messages -->"
 _COMMENT = re.compile(r"^<!--.*?-->\n", re.MULTILINE | re.DOTALL)  # for the checks of the documents
-# Headings outside of code blocks; a heading ends at the end of its line.
-_FENCE_OR_HEADING = re.compile(r"^```.*?^```|^(?P<marks>#+) +(?P<title>.+?) *$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +33,16 @@ class Docs:
         hvdkit docs                        lists the pages
         hvdkit docs pitfalls
         hvdkit docs launching#restarts     one section
+        hvdkit docs messages batch_size    the error messages that contain all of these words
+        hvdkit docs messages 'MESSAGE'     what an error message is about
 
     See `hvdkit docs first-steps#help`.
     """
 
     page: Positional[Annotated[str | None, arg(metavar="PAGE", help_behavior_hint="")]] = None
     """Name of a page, or PAGE#SECTION."""
+    words: Positional[Annotated[tuple[str, ...], arg(metavar="WORDS", help_behavior_hint="")]] = ()
+    """With the page "messages": words of an error message, or the message itself."""
 
 
 def docs(config: Docs) -> None:
@@ -44,7 +51,7 @@ def docs(config: Docs) -> None:
         titles = [(name, next(iter(headings(text)), (name,))[0]) for name, text in pages().items()]
         print("\n".join([*aligned(titles), "", "`hvdkit docs PAGE` shows a page."]))
         return
-    text = find(config.page)
+    text = _messages_with(config.words, config.page) if config.words else find(config.page)
     if not on_terminal():
         print(text)
         return
@@ -70,10 +77,10 @@ def find(reference: str) -> str:
     known = pages()
     if name not in known:
         raise ValueError(describe("PAGE", name, "a page's name", _remedy(name, known, "hvdkit docs")))
+    text = with_messages(known[name]) if name == _MESSAGES else known[name]
     if not section:
-        return known[name].rstrip()
-    text = known[name]
-    found = headings(known[name])
+        return text.rstrip()
+    found = headings(text)
     names = [anchor(title) for title, _, _ in found]
     if section not in names:
         remedy = _remedy(section, names, f"hvdkit docs {name}")
@@ -83,25 +90,17 @@ def find(reference: str) -> str:
     return text[start:end].rstrip()
 
 
-def headings(text: str) -> list[tuple[str, int, int]]:
-    """Return the headings of a page: title, level and position.
-
-    Example:
-        >>> headings("# Data\\n\\n## Who gets which rows\\n")
-        [('Data', 1, 0), ('Who gets which rows', 2, 8)]
-    """
-    found = _FENCE_OR_HEADING.finditer(text)
-    return [(match["title"], len(match["marks"]), match.start()) for match in found if match["title"]]
+def with_messages(text: str) -> str:
+    """Return the text of the page of error messages, followed by their catalogue."""
+    return f"{text.replace(_MESSAGES_MARK, '').rstrip()}\n\n{listing(entries())}\n"
 
 
-def anchor(title: str) -> str:
-    """Return the anchor of a heading, as GitHub and the site generate it.
-
-    Example:
-        >>> anchor("Launching: `hvdkit run`")
-        'launching-hvdkit-run'
-    """
-    return re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")
+def _messages_with(words: Sequence[str], page: str) -> str:
+    """Return the catalogue's entries of a message, or that contain all of some words."""
+    if page != _MESSAGES:
+        remedy = f"to look up an error message, write: hvdkit docs messages {shlex.join(words)}"
+        raise ValueError(describe("WORDS", shlex.join(words), f"none with the page {page}", remedy))
+    return listing(search(words, entries()))
 
 
 def _remedy(name: str, known: Iterable[str], listing: str) -> str:

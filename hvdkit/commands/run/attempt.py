@@ -245,16 +245,15 @@ class Attempt:
         members = self._coordinator.members.values()
         initialized = sum(member.pid is not None for member in members)
         if self._is_over or initialized == self._size:
-            self.output.show_start("")
+            self.output.show_start()
             return
         elapsed = time.monotonic() - self._began_at
-        ranks = f"{len(members)} of {self._size} ranks started, {initialized} passed hk.init()"
-        line = f"hvdkit run: {elapsed:.0f} s: {ranks}"
+        forms = start_lines(elapsed, size=self._size, started=len(members), initialized=initialized)
         if self.output.has_terminal:
-            self.output.show_start(line)
+            self.output.show_start(*forms)
         elif elapsed >= self._report_start_at and not self.output.has_output:
             self._report_start_at += _START_SECONDS
-            self.output.line(line)
+            self.output.line(forms[0])
 
     @property
     def _have_ended(self) -> bool:
@@ -376,3 +375,15 @@ class Attempt:
         return Verdict(
             code, f"{number.name}: {summary}{tail}", final=True, saved="" if saved else self._coordinator.saved
         )
+
+
+def start_lines(seconds: float, *, size: int, started: int, initialized: int) -> tuple[str, ...]:
+    """Return the progress of a start in lines for terminals of any width, the longest one first.
+
+    Example:
+        >>> start_lines(12.4, size=4, started=4, initialized=1)[1:]
+        ('12 s: 4/4 started, 1 initialized', '12 s')
+    """
+    elapsed = f"{seconds:.0f} s"
+    ranks = f"{started} of {size} ranks started, {initialized} passed hk.init()"
+    return f"hvdkit run: {elapsed}: {ranks}", f"{elapsed}: {started}/{size} started, {initialized} initialized", elapsed

@@ -159,6 +159,9 @@ class Job:
         added |= {} if self.function is None else self.function.variables
         added["PYTHONUNBUFFERED"] = self.environment.get("PYTHONUNBUFFERED", "1")
         added["GLIBC_TUNABLES"] = with_huge_pages(self.environment.get("GLIBC_TUNABLES", ""))
+        # As hk.init() sets it, which is too late for a program that imports TensorFlow first.
+        level = "1" if rank == 0 else "2"
+        added["TF_CPP_MIN_LOG_LEVEL"] = self.environment.get("TF_CPP_MIN_LOG_LEVEL", level)
         terminal = None
         if is_terminal(sys.stdout):
             size = shutil.get_terminal_size()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
-import shutil
 import time
+import unicodedata
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from hvdkit.cluster.log_filter import CHATTER
 from hvdkit.commands.run.alike_lines import START_SECONDS, WAIT_SECONDS, AlikeLines
-from hvdkit.machine.terminal import is_terminal
+from hvdkit.machine.terminal import can_rewrite, columns_of, is_terminal
 from hvdkit.watchdog.lines import Writer, write_all
 
 CLEAR = b"\r\x1b[K"
@@ -25,6 +27,8 @@ _CURSOR = re.compile(rb"\x1b\[\?25[hl]")
 _ERROR = re.compile(rb"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Group)(: .*)?")
 _TRACEBACK = b"Traceback (most recent call last):"
 _ESCAPE = re.compile(r"(\x1b\[[0-9;?]*[A-Za-z])")
+
+_CHATTER = tuple(beginning.encode() for beginning in CHATTER)
 
 Shown = Literal["all", "merged", "rank0", "files"]
 """Which lines are shown: of all ranks; those that ranks write alike once; of rank 0; none."""
@@ -50,11 +54,13 @@ class OutputWriter:
         self._logs = logs
         self._open_logs: dict[int, BinaryIO] = {}
         self._partial: dict[tuple[int, int], bytes] = {}
-        self._terminals = [channel for channel, file in files.items() if is_terminal(file)]
-        self._shown: Shown = shown or ("merged" if files and len(self._terminals) == len(files) else "all")
+        # Those whose last line can be written again.
+        self._terminals = [channel for channel, file in files.items() if can_rewrite(file)]
+        self._shown: Shown = shown or ("merged" if files and all(map(is_terminal, files.values())) else "all")
         self._lines = AlikeLines()
         self._seconds = WAIT_SECONDS if self._shown == "merged" else 0.0  # that lines wait
         self._interrupted: dict[int, list[bytes]] = {}  # tracebacks of ranks that Ctrl-C has interrupted
+        self._drops_chatter = os.environ.get("TF_CPP_MIN_LOG_LEVEL") != "0"
         self.has_output = False
         self._bar = b""  # the progress bar that the terminal shows
         self._writers: dict[tuple[int, int], Writer] = {}
@@ -62,7 +68,7 @@ class OutputWriter:
 
     @property
     def has_terminal(self) -> bool:
-        """True if standard error, to which ``hvdkit run`` writes its own lines, is a terminal."""
+        """True if standard error, to which ``hvdkit run`` writes its own lines, is a terminal that rewrites lines."""
         return 2 in self._terminals
 
     @property
@@ -88,14 +94,17 @@ class OutputWriter:
             channel: 1 or 2, standard output or error.
             data: any number of bytes.
             is_starting: it has not called ``hk.init()``: what ranks write alike to standard error is shown once, as
-                nothing else joins the tracebacks of errors in every rank.
+                nothing else joins the tracebacks of errors in every rank. TensorFlow's startup messages, which come if
+                a program imports it before hvdkit, are only in the logs, unless ``TF_CPP_MIN_LOG_LEVEL`` is 0.
         """
         if self._logs is not None:
             self._write_log(rank, data)
-        if not self.has_output:
+        *lines, rest = (self._partial.get((rank, channel), b"") + data).split(b"\n")
+        if is_starting and channel == 2 and self._drops_chatter:
+            lines = [line for line in lines if not line.startswith(_CHATTER)]
+        if not self.has_output and (lines or rest) and not rest.startswith(_CHATTER):
             self.has_output = True
             self._show(b"")  # the progress of the start
-        *lines, rest = (self._partial.get((rank, channel), b"") + data).split(b"\n")
         # Drop what a progress bar has overwritten. Otherwise the line would grow during the whole training.
         head, _, tail = rest.rstrip(b"\r").rpartition(b"\r")
         rest = (tail or head) + (b"\r" if rest.endswith(b"\r") else b"")
@@ -143,10 +152,15 @@ class OutputWriter:
         self._lines.begin(size)
         self.has_output = False
 
-    def show_start(self, progress: str) -> None:
-        """Show the progress of the start on a terminal, until there is output of ranks."""
+    def show_start(self, *forms: str) -> None:
+        """Show the progress of the start on a terminal, until there is output of ranks.
+
+        Args:
+            forms: texts of the same progress, the longest first: the first one that fits is shown. None: no progress.
+        """
         if self.has_terminal and not self.has_output:
-            self._show(progress.encode())
+            fitting = [form for form in forms if len(form) <= self._columns]
+            self._show((fitting or list(forms[-1:]) or [""])[0].encode())
 
     def tick(self, now: float) -> None:
         """Write the lines that have waited long enough for other ranks to write the same."""
@@ -229,8 +243,13 @@ class OutputWriter:
         if bar == self._bar:
             return
         if self._terminals:
-            self._put(self._terminals[0], CLEAR + truncate(bar, shutil.get_terminal_size().columns - 1))
+            self._put(self._terminals[0], CLEAR + truncate(bar, self._columns))
         self._bar = bar
+
+    @property
+    def _columns(self) -> int:
+        """Columns for a line that is rewritten; a line that fills the terminal would wrap on some."""
+        return columns_of(self._files[self._terminals[0]]) - 1
 
     def _put(self, channel: int, data: bytes) -> None:
         """Write to a file. If both channels are the same terminal or pipe, the order of writes is preserved."""
@@ -254,14 +273,29 @@ def visible(line: bytes) -> bytes:
 
 
 def truncate(line: bytes, width: int) -> bytes:
-    """Return the first ``width`` visible characters of a line, with all of its escape sequences for colors.
+    """Return what fits into the first ``width`` columns of a line, with all of its escape sequences for colors.
 
     Example:
         >>> truncate("\\x1b[32m━━━━\\x1b[0m 7/9".encode(), 6).decode()
         '\\x1b[32m━━━━\\x1b[0m 7'
+        >>> truncate("学習 7/9".encode(), 6).decode()
+        '学習 7'
     """
     parts = _ESCAPE.split(line.decode(errors="replace"))
     for index in range(0, len(parts), 2):  # odd indices are escape sequences
-        parts[index] = parts[index][: max(0, width)]
-        width -= len(parts[index])
+        ends = list(itertools.accumulate(map(_columns_of_character, parts[index])))
+        fitting = sum(end <= width for end in ends)
+        if fitting < len(ends):
+            width = 0
+        elif ends:
+            width -= ends[-1]
+        parts[index] = parts[index][:fitting]
     return "".join(parts).encode()
+
+
+def _columns_of_character(character: str) -> int:
+    if character == "\t":
+        return 8  # at most
+    if unicodedata.combining(character):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1

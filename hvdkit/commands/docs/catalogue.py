@@ -1,0 +1,235 @@
+"""The catalogue of error messages, from the calls of ``describe`` in the sources, which are installed with hvdkit."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from hvdkit import errors
+from hvdkit.commands.docs.headings import anchor
+from hvdkit.errors import describe
+
+PACKAGE = Path(errors.__file__).parent
+PLACEHOLDER = "…"
+# Stands for the argument in messages about several arguments.
+_ANY = "several arguments"
+_PLACEHOLDERS = re.compile(f"{PLACEHOLDER}+")
+# Characters of a message, apart from its values, by which a text is recognized as this message.
+_FEWEST_CHARACTERS = 12
+# Of the texts that one call may give.
+_MOST_ALTERNATIVES = 12
+# A value that is known only when the program runs.
+_UNKNOWN = ast.Constant(None)
+# What Markdown would interpret. An underscore between letters is one.
+_MARKUP = re.compile(r"[*<\[]|(?<!\w)_|_(?!\w)")
+
+
+class MessageEntry(NamedTuple):
+    """An error: what it is about, what was expected, and the remedy; parts that vary are placeholders."""
+
+    argument: str
+    expected: str
+    remedy: str
+
+    @property
+    def text(self) -> str:
+        """The message without the value that it names."""
+        return f"{self.argument}: expected {self.expected}; {self.remedy}"
+
+    def likeness(self, text: str) -> int:
+        """Return how many characters of this message, apart from values, are in ``text`` as whole parts of it.
+
+        Example:
+            >>> entry = MessageEntry("splits", "one entry per rank (…)", "pass … row counts")
+            >>> entry.likeness("splits: got [1, 2], expected one entry per rank (4); pass 4 row counts")
+            57
+            >>> entry.likeness("splits: got [1, 2], expected integers; pass integers")
+            11
+        """
+        argument = PLACEHOLDER if self.argument == _ANY else self.argument
+        parts = (f"{argument}: got", f"expected {self.expected}", self.remedy)
+        return sum(_literal_characters(part) for part in parts if _pattern(part).search(text))
+
+
+@functools.cache
+def entries(package: Path = PACKAGE) -> tuple[MessageEntry, ...]:
+    """Return the messages in the sources of a package, sorted, each once."""
+    found: set[MessageEntry] = set()
+    for path in package.rglob("*.py"):
+        source = path.read_text(encoding="utf-8")
+        if "describe(" in source:
+            found |= set(_entries_of(ast.parse(source)))
+    return tuple(sorted(found))
+
+
+def listing(of: Iterable[MessageEntry]) -> str:
+    """Return Markdown with a heading for each argument, and a line for each of its messages."""
+    by_anchor: defaultdict[str, list[MessageEntry]] = defaultdict(list)
+    for entry in of:
+        by_anchor[anchor(entry.argument)].append(entry)
+    parts = []
+    for name in sorted(by_anchor, key=lambda name: (name.lstrip("-").lower(), name)):
+        title = min((entry.argument for entry in by_anchor[name]), key=len)
+        parts += [f"## `{title}`", "\n".join(_line(entry, title) for entry in by_anchor[name])]
+    return "\n\n".join(parts)
+
+
+def search(words: Sequence[str], among: Sequence[MessageEntry]) -> list[MessageEntry]:
+    """Return the messages that a user means.
+
+    Args:
+        words: a message, or a part of it, as the user has seen it, or words that the message contains.
+        among: the messages.
+
+    Raises:
+        ValueError: no message is meant.
+
+    Example:
+        >>> known = [MessageEntry("np", "at most … ranks", "lower it"), MessageEntry("x", "an array", "pass one")]
+        >>> [entry.argument for entry in search(["np: got 5000, expected at most 4096 ranks"], known)]
+        ['np']
+        >>> [entry.argument for entry in search(["Array"], known)]
+        ['x']
+    """
+    text = " ".join(" ".join(words).split())
+    scores = [entry.likeness(text) for entry in among]
+    best = max(scores, default=0)
+    if best >= _FEWEST_CHARACTERS:
+        return [entry for entry, score in zip(among, scores, strict=True) if score == best]
+    wanted = text.lower().split()
+    found = [entry for entry in among if all(word in entry.text.lower() for word in wanted)]
+    if not found:
+        unknown = [word for word in wanted if not any(word in entry.text.lower() for entry in among)]
+        arguments = {entry.argument for entry in among}
+        near = [name for word in unknown for name in difflib.get_close_matches(word, arguments, 1)]
+        hint = f"did you mean {near[0]}? " if near else ""
+        remedy = f"{hint}`hvdkit docs messages` shows them"
+        raise ValueError(describe("WORDS", text, "a message, or words that are all in one message", remedy))
+    return found
+
+
+class _Scope(NamedTuple):
+    """What may have assigned a variable at a place of a function or a module: arguments, and the statements before."""
+
+    arguments: tuple[str, ...]
+    before: tuple[ast.stmt, ...]
+
+
+def _entries_of(module: ast.Module) -> Iterator[MessageEntry]:
+    parents = {child: node for node in ast.walk(module) for child in ast.iter_child_nodes(node)}
+    for node in parents:
+        if isinstance(node, ast.Call) and len(node.args) == 4 and ast.unparse(node.func) == "describe":
+            texts = _alternatives((node.args[0], *node.args[2:]), _scopes(node, parents))
+            for argument, expected, remedy in itertools.islice(texts, _MOST_ALTERNATIVES):
+                if not expected == remedy == PLACEHOLDER:
+                    yield MessageEntry(_ANY if argument == PLACEHOLDER else argument, expected, remedy)
+
+
+def _alternatives(nodes: Sequence[ast.expr], scopes: Sequence[_Scope]) -> Iterable[tuple[str, ...]]:
+    """Return what the texts of several expressions may be."""
+    texts = [_texts(node, scopes) for node in nodes]
+    several = [node for node, values in zip(nodes, texts, strict=True) if len(values) > 1]
+    numbers = {len(values) for values in texts} - {1}
+    if len(numbers) == 1 and all(isinstance(node, ast.Name) for node in several):
+        number = numbers.pop()  # variables that are assigned together, in the branches of an if
+        return list(zip(*(values if len(values) > 1 else values * number for values in texts), strict=True))
+    return itertools.product(*texts)
+
+
+def _scopes(node: ast.AST, parents: Mapping[ast.AST, ast.AST]) -> list[_Scope]:
+    """Return the scopes around a node, innermost first."""
+    scopes = []
+    before: list[ast.stmt] = []
+    while (parent := parents.get(node)) is not None:
+        if isinstance(parent, ast.Module):
+            scopes.append(_Scope((), tuple(parent.body)))
+            break
+        for _, block in ast.iter_fields(parent):
+            if isinstance(block, list) and node in block and isinstance(node, ast.stmt):
+                before[:0] = block[: block.index(node)]
+        if isinstance(parent, ast.FunctionDef | ast.Lambda):
+            arguments = tuple(each.arg for each in ast.walk(parent.args) if isinstance(each, ast.arg))
+            scopes.append(_Scope(arguments, tuple(before)))
+            before = []
+        node = parent
+    return scopes
+
+
+def _texts(node: ast.expr, scopes: Sequence[_Scope], through: Sequence[str] = ()) -> list[str]:
+    """Return what the text of an expression may be, with placeholders for what is known only when the program runs.
+
+    Args:
+        node: the expression.
+        scopes: those of the functions around it, and of the module, innermost first.
+        through: names of variables through which the expression was reached.
+    """
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return [node.value]
+    if isinstance(node, ast.JoinedStr):
+        return _joined([_texts(part, scopes, through) for part in node.values])
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _joined([_texts(node.left, scopes, through), _texts(node.right, scopes, through)])
+    if isinstance(node, ast.FormattedValue):
+        return _texts(node.value, scopes, through)
+    if isinstance(node, ast.IfExp):
+        return [*_texts(node.body, scopes, through), *_texts(node.orelse, scopes, through)]
+    if isinstance(node, ast.Name) and node.id not in through:
+        for index, scope in enumerate(scopes):
+            if stores := _stores(scope, node.id):
+                around = scopes[index:]
+                return [text for value in stores for text in _texts(value, around, (*through, node.id))]
+    return [PLACEHOLDER]
+
+
+def _stores(scope: _Scope, name: str) -> list[ast.expr]:
+    """Return the values that a variable may have in a scope, the last assigned one first."""
+    found: list[ast.expr] = []
+    for statement in reversed(scope.before):
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            continue
+        found += _values(statement, name)
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and found:  # not in a branch
+            return found
+    return [*found, _UNKNOWN] if name in scope.arguments else found
+
+
+def _values(statement: ast.stmt, name: str) -> list[ast.expr]:
+    """Return the values that a statement, or those in it, assigns to a variable."""
+    found: list[ast.expr] = []
+    stores = 0
+    for node in ast.walk(statement):
+        stores += isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store)
+        if isinstance(node, ast.Assign) and [each.id for each in node.targets if isinstance(each, ast.Name)] == [name]:
+            found.append(node.value)
+    return [*found, _UNKNOWN] if stores > len(found) else found
+
+
+def _joined(parts: Sequence[Sequence[str]]) -> list[str]:
+    texts = ("".join(chosen) for chosen in itertools.product(*parts))
+    return [_PLACEHOLDERS.sub(PLACEHOLDER, text) for text in itertools.islice(texts, _MOST_ALTERNATIVES)]
+
+
+def _line(entry: MessageEntry, title: str) -> str:
+    """Return a line for a message below a title, which may be a similar argument."""
+    argument = "" if entry.argument == title else f"`{entry.argument}`: "
+    return f"- {argument}expected {_escaped(entry.expected)}; *{_escaped(entry.remedy)}*"
+
+
+def _pattern(part: str) -> re.Pattern[str]:
+    """Return the pattern of a part of a message, with any text in place of its placeholders."""
+    return re.compile(".*?".join(re.escape(literal) for literal in part.split(PLACEHOLDER)))
+
+
+def _literal_characters(part: str) -> int:
+    return len(part.replace(PLACEHOLDER, "").strip())
+
+
+def _escaped(text: str) -> str:
+    return _MARKUP.sub(lambda found: "&lt;" if found[0] == "<" else f"\\{found[0]}", text)
