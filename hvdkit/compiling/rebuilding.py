@@ -12,7 +12,7 @@ from hvdkit.internals import handle_data_util
 
 _MOST_CONSTANTS = 1024
 _MOST_DERIVED = 64
-_OF_SHAPES = ("VariableShape", "Shape", "Size")
+_OF_SHAPES = ("VariableShape", "Shape", "ShapeN", "Size")
 _HANDLES = (tf.resource, tf.variant)
 
 
@@ -70,9 +70,9 @@ class Copies:
     def _copied(self, op: tf.Operation) -> list[tf.Tensor]:
         graph: Any = tf.compat.v1.get_default_graph()
         if self._compiled and op.type in _OF_SHAPES:
-            value = tf.get_static_value(op.outputs[0]) if op.type != "VariableShape" else _shape_of(op.inputs[0])
-            if value is not None:
-                return [tf.constant(value, op.outputs[0].dtype)]
+            values = [static_value(output) for output in op.outputs]
+            if all(value is not None for value in values):
+                return [tf.constant(value, output.dtype) for value, output in zip(values, op.outputs, strict=True)]
         inputs = [self[tensor] for tensor in op.inputs]
         attributes = {name: value for name, value in op.node_def.attr.items() if not name.startswith("_class")}
         if self._compiled and "_lower_using_switch_merge" in attributes:
@@ -104,6 +104,21 @@ def _shape_of(handle: tf.Tensor) -> list[int] | None:
     return shape.as_list() if shape.is_fully_defined() else None
 
 
+def static_value(tensor: tf.Tensor) -> Any:
+    """Return the value of a tensor that is known while its graph is traced, or None.
+
+    Args:
+        tensor: of a graph.
+    """
+    op = tensor.op
+    if op.type == "VariableShape":
+        return _shape_of(op.inputs[0])
+    if op.type == "ShapeN":
+        is_known = all(each.shape.is_fully_defined() for each in op.inputs)
+        return op.inputs[tensor.value_index].shape.as_list() if is_known else None
+    return tf.get_static_value(tensor)
+
+
 def is_derived(tensor: tf.Tensor) -> bool:
     """Return True for integers that follow from constants and from the shapes of variables and tensors.
 
@@ -111,17 +126,17 @@ def is_derived(tensor: tf.Tensor) -> bool:
     """
     if tensor.dtype not in (tf.int32, tf.int64):
         return False
-    pending = [tensor.op]
-    seen: set[tf.Operation] = set()
+    pending = [tensor]
+    seen: set[int] = set()
     while pending:
-        op = pending.pop()
-        if op in seen or op.type == "Const" or (op.type == "VariableShape" and _shape_of(op.inputs[0]) is not None):
+        each = pending.pop()
+        op = each.op
+        if id(each) in seen or op.type == "Const" or static_value(each) is not None:
             continue
-        seen.add(op)
+        seen.add(id(each))
         if not op.inputs or op.op_def.is_stateful or len(seen) > _MOST_DERIVED:
             return False
-        if tf.get_static_value(op.outputs[0]) is None:
-            if any(each.dtype not in (tf.int32, tf.int64, tf.bool) for each in op.inputs):
-                return False
-            pending += [each.op for each in op.inputs]
+        if any(taken.dtype not in (tf.int32, tf.int64, tf.bool) for taken in op.inputs):
+            return False
+        pending += op.inputs
     return True

@@ -33,6 +33,7 @@ _BEFORE = -1
 _SOURCES = ("Placeholder", "Const")
 # Operations next to an exchange, which record it and keep it in the graph.
 _OF_EXCHANGES = ("Assert", "RandomUniform", "Timestamp", "VarHandleOp", "AssignVariableOp", "PyFuncStateless")
+_PREFIX = "hvdkit_"  # of the names of hvdkit's own checks, such as the tests of a model's first step
 
 
 @dataclass(eq=False)
@@ -170,7 +171,8 @@ def _summary(reasons: dict[tf.Operation, str]) -> list[str]:
     """Return for users: for each kind of operation the first one's name and the reason."""
     shown: dict[str, str] = {}
     for op, reason in reasons.items():
-        is_of_hvdkit = op.type in _OF_EXCHANGES or is_collective(op.type)
+        is_check = op.name.rpartition("/")[2].startswith(_PREFIX)
+        is_of_hvdkit = op.type in _OF_EXCHANGES or is_collective(op.type) or is_check
         if not is_of_hvdkit and op.type not in shown:
             shown[op.type] = f"{op.type} {op.name!r} ({reason})"
     return list(shown.values())

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.compiling.operations import Library, functions_of
+from hvdkit.compiling.rebuilding import static_value
 
 _HANDLES = (tf.resource, tf.variant)
 
@@ -58,7 +59,7 @@ class Structure:
             return f"{places[tensor.op]}:{tensor.value_index}"
         captured = self._captured.get(id(tensor))
         if captured is None:  # a constant, or a value that is derived from constants
-            value = tf.get_static_value(tensor)
+            value = static_value(tensor)
             if value is not None:
                 return _constant(tensor, value)
             taken = [self._source(each, places, given) for each in tensor.op.inputs]

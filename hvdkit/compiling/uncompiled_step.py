@@ -62,11 +62,13 @@ def create_now(create: Callable[..., tf.Variable], **options: Any) -> tf.Variabl
         options: of the variable.
     """
     value = options.get("initial_value")
-    if not callable(value):
+    if isinstance(value, tf.Tensor) and tf.is_symbolic_tensor(value):
+        value = tf.get_static_value(value)  # of a constant, as of Nadam's counter
+    if value is None:
         return create(**options)
     taken = {name: option for name, option in options.items() if name in _OF_VARIABLES}
     with tf.init_scope():
-        return ResourceVariable(**(taken | {"initial_value": value()}))
+        return ResourceVariable(**(taken | {"initial_value": value() if callable(value) else value}))
 
 
 def kind_of_agreement(name: str) -> str:

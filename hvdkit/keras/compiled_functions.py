@@ -6,6 +6,8 @@ Keras compiles a whole step, which cannot contain an exchange between ranks. Her
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,9 +16,11 @@ from keras import tree
 
 from hvdkit import cluster
 from hvdkit.cluster.logs import get_logger
+from hvdkit.collectives.batch_share import current_factor
 from hvdkit.compiling.compiled_step import CompiledStep
 from hvdkit.compiling.settings import mode
 from hvdkit.internals import TensorFlowTrainer
+from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.keras.measured_function import MeasuredFunction
 
 _MAKERS = {"train": "make_train_function", "test": "make_test_function", "predict": "make_predict_function"}
@@ -81,8 +85,16 @@ def _maker(model: Any, name: str, create: Callable[[str], Any]) -> Callable[...,
 
 def _compiled_function(model: Any, name: str) -> Callable[[Any], Any]:
     own = model._autoconvert_optionals(getattr(model, f"{name}_step"))
-    step = CompiledStep(own, autograph=False, label=f"{name}_step of {type(model).__name__} {model.name!r}")
-    return _on_batches(step) if name == "predict" else _on_iterator(model, step)
+    label = f"{name}_step of {type(model).__name__} {model.name!r}"
+    if name == "predict":
+        return _on_batches(CompiledStep(own, autograph=False, label=label))
+
+    @functools.wraps(own)
+    def step(data: Any, has_fixed_rows: bool) -> Any:
+        with contextlib.nullcontext() if has_fixed_rows else _means_of_batches(model):
+            return own(data)
+
+    return _on_iterator(model, CompiledStep(step, autograph=False, label=label))
 
 
 def _measured_function(model: Any) -> Callable[[Any], Any]:
@@ -94,12 +106,13 @@ def _on_iterator(model: Any, step: CompiledStep) -> Callable[[Iterator[Any]], An
     """Return a function that runs a training or test step on the next batches of an iterator."""
 
     def function(iterator: Iterator[Any]) -> Any:
-        logs = step(next(iterator))
+        has_fixed_rows = _has_fixed_rows(getattr(iterator, "element_spec", None))
+        logs = step(next(iterator), has_fixed_rows)
         for _ in range(1, model.steps_per_execution):
             data = next(iterator, None)
             if data is None:
                 break
-            logs = step(data)
+            logs = step(data, has_fixed_rows)
         return logs
 
     return function
@@ -115,3 +128,47 @@ def _on_batches(step: CompiledStep) -> Callable[[list[Any]], Any]:
         return tree.map_structure(lambda *parts: tf.concat(parts, axis=0), *outputs)
 
     return function
+
+
+def _has_fixed_rows(spec: Any) -> bool:
+    """Return True if data declare the number of rows of all their batches.
+
+    Args:
+        spec: of a batch; None if it is not known.
+    """
+    shapes = [leaf.shape for leaf in tf.nest.flatten(spec, expand_composites=True) if isinstance(leaf, tf.TensorSpec)]
+    return bool(shapes) and all(shape.rank is not None and None not in shape[:1].as_list() for shape in shapes)
+
+
+@contextlib.contextmanager
+def _means_of_batches(model: Any) -> Iterator[None]:
+    """Have a model average the losses of its outputs over batches, as it does without XLA.
+
+    Keras weights the loss of each output by the rows of the batch if the shapes of the step declare them. For XLA they
+    always do, without XLA only if those of the data do.
+    """
+    losses = model._compile_loss
+    with contextlib.ExitStack() as stack:
+
+        def ignore_rows() -> None:
+            for metric in losses.metrics:
+                stack.enter_context(swap_attributes(metric, update_state=_update_without_rows(metric.update_state)))
+
+        def build(*args: Any, **kwargs: Any) -> None:
+            original_build(*args, **kwargs)
+            ignore_rows()
+
+        if losses is not None and losses.built:
+            ignore_rows()
+        elif losses is not None:
+            original_build = losses.build  # creates the metrics
+            stack.enter_context(swap_attributes(losses, build=build))
+        yield
+
+
+def _update_without_rows(update: Callable[..., Any]) -> Callable[..., Any]:
+    def update_state(values: Any, sample_weight: Any = None) -> Any:
+        weight = current_factor() if isinstance(sample_weight, int) else sample_weight
+        return update(values, sample_weight=weight)
+
+    return update_state

@@ -87,7 +87,7 @@ def store_once(is_stored: tf.Variable, tensors: Sequence[tf.Tensor], store: Call
         return np.bool_(True)
 
     run = lambda: tf.ensure_shape(tf.numpy_function(store_if_kept, tensors, tf.bool), [])  # noqa: E731
-    is_stored.assign(tf.cond(is_stored, lambda: True, run))
+    is_stored.assign(tf.cond(is_stored, lambda: True, run, name="hvdkit_store_rows"))
 
 
 class FirstRows:

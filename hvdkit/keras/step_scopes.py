@@ -154,7 +154,7 @@ class StepScope:
             self.is_sum.assign(is_sum)
             return is_sum
 
-        return tf.cond(self._is_tested, self.is_sum.read_value, decide)
+        return tf.cond(self._is_tested, self.is_sum.read_value, decide, name="hvdkit_test_step")
 
     def scaled_for(self, metric: Any, value: tf.Tensor) -> tf.Tensor:
         """Return a number for a metric that weights it by rows; if it is a sum over rows, times the ratio b / n_r."""
