@@ -50,7 +50,7 @@ test-all: setup tools ## run all tests but the nightly ones: half an hour
 test-rest: setup tools ## run what test-all has and test lacks
 	$(RUN) python tests/run.py --tier rest --seconds $(SECONDS_FILE) $(TESTS)
 
-test-nightly: setup tools .cache/trackers/.made .cache/ray/.made .cache/otel/.made ## run every test, every fault under every launcher, Slurm, 20 GB: hours
+test-nightly: setup tools .cache/trackers/.made .cache/ray/.made .cache/otel/.made .cache/stores/.made ## run every test, every fault under every launcher, Slurm, 20 GB: hours
 	$(RUN) python tests/run.py --tier nightly --seconds $(SECONDS_FILE) $(TESTS)
 
 lint: tools ## ruff (rules, format), mypy, and the schema of the workflows
@@ -113,9 +113,12 @@ lock: tools ## pin the newest versions of all dependencies
 	$(BIN)/uv pip compile --upgrade --universal --python-version 3.10 --no-emit-index-url \
 		--no-emit-find-links --custom-compile-command "make lock" --constraint requirements/lock.txt \
 		requirements/otel.in --output-file requirements/otel.txt
+	$(BIN)/uv pip compile --upgrade --universal --python-version 3.10 --no-emit-index-url \
+		--no-emit-find-links --custom-compile-command "make lock" --constraint requirements/lock.txt \
+		requirements/stores.in --output-file requirements/stores.txt
 
 clean: ## remove the environments and all caches in this folder
-	rm -rf $(VENV) .cache/docs .cache/peers .cache/otel .cache/ray .cache/trackers .cache/tutorials site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache \
+	rm -rf $(VENV) .cache/docs .cache/peers .cache/otel .cache/ray .cache/stores .cache/trackers .cache/tutorials site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache \
 		.hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -163,8 +166,9 @@ $(VENV)/.horovod: $(VENV)/.packages $(wildcard hvdkit/commands/build_horovod/*.p
 		--requirement requirements/tutorials.txt
 	@touch $@
 
-# Trackers and tuners, which bring web frameworks and databases, Ray, and OpenTelemetry: each apart from $(VENV), whose packages they see.
-.cache/trackers/.made .cache/ray/.made .cache/otel/.made: .cache/%/.made: $(VENV)/.tools requirements/%.txt
+# Trackers and tuners, which bring web frameworks and databases, Ray, OpenTelemetry, and servers of stores: each apart from
+# $(VENV), whose packages they see.
+.cache/trackers/.made .cache/ray/.made .cache/otel/.made .cache/stores/.made: .cache/%/.made: $(VENV)/.tools requirements/%.txt
 	$(BIN)/python -m venv --clear .cache/$*
 	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')')" \
 		> "$$(.cache/$*/bin/python -c 'import site; print(site.getsitepackages()[0])')/hvdkit.pth"

@@ -39,9 +39,10 @@ _warned = [-_WARN_SECONDS]  # when the last warning was given
 _READ_AHEAD = 4 * 2**20
 _URL = re.compile(r"([a-zA-Z][\w+.-]*)(?:::|:/)")  # Path makes gs:/ of gs://
 _LOCAL = ("file", "local")
+_CONDITIONAL = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"}
 _READ_ONLY = ("data", "git", "github", "http", "https", "libarchive", "reference", "tar", "zip")
 # Packages whose exceptions are about a connection or a server's answer, and the exceptions that no repetition mends.
-_CLIENTS = ("aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "google", "requests", "urllib3")
+_CLIENTS = ("aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "google", "httpx", "requests", "urllib3", "webdav4")
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 _KEYS = dict.fromkeys(("s3", "s3a"), ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")) | dict.fromkeys(
     ("az", "abfs", "abfss"), ("AZURE_STORAGE_ACCOUNT_KEY",)
@@ -104,9 +105,14 @@ def open_store(url: str, argument: str, options: Mapping[str, Any] | None = None
     if "::" in url or scheme in _READ_ONLY:
         raise ValueError(describe(argument, got, f"{expected}; this one cannot be written", "pass another"))
     try:
-        get_filesystem_class(scheme)
+        get_filesystem_class(scheme.partition("+")[0])  # webdav+http, as universal-pathlib writes it
         folder = UPath(url, **{**(options or {}), "use_listings_cache": False})
-        name = folder.fs._strip_protocol(url).strip("/")
+        try:
+            client = folder.fs
+        except TypeError:  # it takes no options of fsspec, e.g. webdav4, which keeps no listings
+            folder = UPath(url, **(options or {}))
+            client = folder.fs
+        name = client._strip_protocol(url).strip("/")
     except ImportError as error:
         raise ValueError(describe(argument, got, f"a store that can be reached ({error})", "install it")) from None
     except (ValueError, TypeError, OSError) as error:
@@ -304,26 +310,45 @@ def write_bytes(path: UPath, data: bytes, *, create: bool = False) -> None:
         FileExistsError: with ``create``, it exists.
         CheckpointError: the bucket does not exist, may not be written, or the store does not answer.
     """
-    mode = {"mode": "create"} if create else {}
     try:
-        request(path, "written", _pipe, path, data, mode)
+        request(path, "written", _pipe, path, data, create=create)
     except FileNotFoundError as error:
         raise _without_bucket(path, error) from None
 
 
-def _pipe(path: UPath, data: bytes, mode: dict[str, str]) -> None:
+def has_conditional_writes(path: UPath) -> bool:
+    """Return whether an object can be written on the condition that it is missing."""
+    protocols = path.fs.protocol
+    return bool(_CONDITIONAL & ({protocols} if isinstance(protocols, str) else {*protocols}))
+
+
+def _pipe(path: UPath, data: bytes, *, create: bool) -> None:
+    is_conditional = create and has_conditional_writes(path)
+    if create and not is_conditional and path.fs.exists(path.path):
+        raise FileExistsError(str(path))
     try:
-        path.fs.pipe_file(path.path, data, **mode)
+        _write(path, path.fs.pipe_file, path.path, data, **({"mode": "create"} if is_conditional else {}))
     except Exception as error:
-        if mode and "precondition" in str(error).lower():  # HTTP status 412
+        if is_conditional and "precondition" in str(error).lower():  # HTTP status 412
             raise FileExistsError(str(path)) from None
         raise
+
+
+def _write(path: UPath, function: Callable[..., object], *arguments: object, **options: object) -> None:
+    """Call a function that writes a file. File systems with real folders, e.g. SFTP, need the one around it first."""
+    try:
+        function(*arguments, **options)
+    except FileNotFoundError:
+        if has_conditional_writes(path):  # an object store has no folders, so the bucket is missing
+            raise
+        path.fs.makedirs(path.fs._parent(path.path), exist_ok=True)
+        function(*arguments, **options)
 
 
 def upload(file: Path, path: UPath) -> None:
     """Copy a local file to an object, in several parts if it is large. Raises CheckpointError if that fails."""
     try:
-        request(path, "written", path.fs.put_file, str(file), path.path)
+        request(path, "written", _write, path, path.fs.put_file, str(file), path.path)
     except FileNotFoundError as error:
         raise _without_bucket(path, error) from None
 
@@ -336,7 +361,7 @@ def _without_bucket(path: UPath, error: FileNotFoundError) -> CheckpointError:
 def copy(source: UPath, target: UPath) -> None:
     """Copy an object in its store, without a download; skip one that is missing."""
     with contextlib.suppress(FileNotFoundError):
-        request(target, "written", source.fs.cp_file, source.path, target.path)
+        request(target, "written", _write, target, source.fs.cp_file, source.path, target.path)
 
 
 def remove(paths: Iterable[UPath]) -> None:

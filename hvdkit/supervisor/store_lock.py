@@ -37,7 +37,6 @@ BEAT_SECONDS = 5.0
 LEASE_SECONDS = 20.0
 """How long a lock must stay unchanged until another run takes it."""
 _LOOK_SECONDS = 1.0
-_EXCLUSIVE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"}
 
 
 class StoreLock(HeldLock):
@@ -79,7 +78,7 @@ class StoreLock(HeldLock):
             CheckpointError: another run holds it, or ``logdir`` is not writable.
         """
         self._holder = {**describe_this_run(), "id": secrets.token_hex(8)}
-        if self._logdir.fs.protocol not in _EXCLUSIVE and not _EXCLUSIVE & set(self._logdir.fs.protocol):
+        if not stores.has_conditional_writes(self._logdir):
             message = "%s: its store has no conditional writes; make sure that no second run begins there"
             get_logger().warning(message, self._logdir)
         while self._read() is not None or not self._create():  # some stores write in spite of the condition

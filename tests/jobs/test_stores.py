@@ -172,3 +172,58 @@ def test_ranks_read_the_ranges_that_they_need(partition, share):
     blocks_and_headers = 3 * 2 * 2**17 + 2 * 2**20  # of each file on each rank; a block that both ranks need
     assert len(received) == 3
     assert share * table_bytes <= sum(received.values()) <= share * table_bytes + blocks_and_headers
+
+
+PYTHON = ROOT / ".cache" / "stores" / "bin" / "python"  # made by `make test-nightly`
+SERVERS = {
+    "gs": """
+import json, time
+from gcp_storage_emulator.server import create_server
+
+server = create_server("127.0.0.1", 0, in_memory=True, default_bucket="bucket")
+server.start()
+port = server._api._httpd.server_address[1]
+print(json.dumps({"LOGDIR": "gs://bucket/run", "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}"}), flush=True)
+time.sleep(3600)
+""",
+    "webdav": """
+import json, sys
+from cheroot import wsgi
+from wsgidav.wsgidav_app import WsgiDAVApp
+
+users = {"user_mapping": {"*": True}}
+app = WsgiDAVApp({"provider_mapping": {"/": sys.argv[1]}, "simple_dc": users, "verbose": 1})
+server = wsgi.Server(("127.0.0.1", 0), app)
+server.prepare()
+print(json.dumps({"LOGDIR": f"webdav+http://127.0.0.1:{server.bind_addr[1]}/team/run"}), flush=True)
+server.serve()
+""",
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not PYTHON.exists(), reason="make test-nightly installs the servers and their clients")
+@pytest.mark.parametrize("server", SERVERS)
+def test_other_stores_than_s3(server, tmp_path):
+    """An emulator of GCS, and WebDAV, which has folders and no conditional writes."""
+    losses, digest = result(run(PROGRAM, MPI, 2, LOGDIR=str(tmp_path / "local")))
+    (tmp_path / "server").mkdir()
+    command = [PYTHON, "-c", SERVERS[server], tmp_path / "server"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            variables = json.loads(process.stdout.readline())
+
+            def train(**extra):
+                env = environment(PYTHONPATH=str(ROOT), **variables, **extra)
+                return call([*MPI, "2", PYTHON, "-c", PROGRAM], env=env, stderr=subprocess.STDOUT)
+
+            killed = train(KILL="2")
+            assert killed.returncode != 0
+            assert "RESULT" not in killed.stdout
+            continued = train()
+            assert continued.returncode == 0, continued.stdout
+            found, found_digest = json.loads(continued.stdout.split("RESULT ")[1].splitlines()[0])
+            assert (found, found_digest) == (losses[-len(found) :], digest)
+            assert 2 <= len(found) < 4
+        finally:
+            process.kill()
