@@ -1,7 +1,7 @@
 """Execute the tutorials, each in an empty folder, and write their outputs back, or only check that they succeed.
 
     python tools/tutorials.py                                   # all of docs/tutorials/*.ipynb
-    python tools/tutorials.py docs/tutorials/4_survive.ipynb    # one
+    python tools/tutorials.py docs/tutorials/4_kill.ipynb       # one
     python tools/tutorials.py --check                           # write nothing
 
 The Python that runs this also runs the cells: it needs requirements/tutorials.txt. The commands in the cells, such as
