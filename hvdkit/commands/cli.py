@@ -42,7 +42,7 @@ class Command(NamedTuple):
     config: str
     runner: str
     takes_program: bool = False  # pass the arguments after the options or -- to the runner unchanged
-    takes_words: bool = False  # what follows the first word is no option, even if it begins with -
+    takes_words: bool = False  # words after the first are never options, even with a leading -
 
 
 COMMANDS = {

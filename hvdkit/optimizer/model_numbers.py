@@ -61,7 +61,7 @@ def known_numbers(variables: Iterable[AnyVariable]) -> KnownNumbers:
 
 
 def agree_on_numbers(variables: Iterable[AnyVariable], ranks: Sequence[KnownNumbers]) -> None:
-    """Number a model anew if ranks differ: a step that failed on all ranks had combined gradients on some of them.
+    """Number a model again if ranks differ: a step that failed on all ranks had combined gradients on some of them.
 
     Args:
         variables: those of the model, in the same order on all ranks.

@@ -20,7 +20,7 @@ def model_with(*inner, cls=keras.Sequential, optimizer="adam", loss="mse", **opt
 
 
 class Own(keras.Sequential):
-    """A train_step as in Keras's guide, with its own tracker and a log that is no metric."""
+    """A train_step as in Keras's guide, with its own tracker and a log that does not come from a metric."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)

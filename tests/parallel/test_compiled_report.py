@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.own_step import OwnStep
 
 import hvdkit as hk
 
@@ -21,17 +22,6 @@ def lines(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("hvdkit"), "propagate", True)
     caplog.set_level("INFO", "hvdkit")
     return caplog
-
-
-class OwnStep(keras.Model):
-    """A model with its own train_step, which hvdkit tests in the first step."""
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(y - self(x, training=True)))
-        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
-        return {"loss": loss}
 
 
 class Largest(keras.metrics.Metric):

@@ -6,22 +6,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.own_step import OwnStep
 
 import hvdkit as hk
 
 X = np.random.default_rng(5).normal(size=(48, 8)).astype("f4")
 Y = X[:, :1]
-
-
-class OwnStep(keras.Model):
-    """A model with its own train_step: hvdkit tests it in the first step, on which all of it then depends."""
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(y - self(x, training=True)))
-        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
-        return {"loss": loss}
 
 
 @pytest.mark.ranks(1, 2)

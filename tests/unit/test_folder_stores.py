@@ -1,4 +1,4 @@
-"""Runs in file systems of fsspec that are no object stores: with real folders, and without conditional writes."""
+"""Runs in file systems of fsspec other than object stores: with real folders, and without conditional writes."""
 
 from __future__ import annotations
 

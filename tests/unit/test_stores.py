@@ -63,7 +63,7 @@ class Failing(keras.callbacks.Callback):
 
 @pytest.mark.core
 def test_a_fit_that_raises_releases_the_logdir(store):
-    """The next run, on another host, does not wait for a lock that nobody holds."""
+    """The next run, on another host, does not wait for the lock of a run that has ended."""
     with pytest.raises(OSError, match="the disk of the tracker is full"):
         train(RUN, 4, callbacks=[Failing()])
     assert ".lock" not in store.names("run")

@@ -570,14 +570,14 @@ def test_a_sentinel_waits_for_that_of_rank_0_to_be_replaced_while_its_port_is_op
             offer = connect_of(again)
             made._connect = offer
             made._connect_again = partial(connect, Offer.parse(offer.offer), joined(1, 2), made.selector, "uplink")
-            later = threading.Timer(3.0, again.__enter__)  # nobody answers until then
+            later = threading.Timer(3.0, again.__enter__)  # there is no answer until then
             later.start()
             made.handle_disconnect(is_cut_off=False)
             assert made.uplink is not None and rank.poll() is None
             wait_until(lambda: 1 in again.coordinator.members and again.coordinator.members[1].is_training)
             began = time.monotonic()
             made._connect_again = partial(connect, replace(again.offer, port=1), joined(1, 2), made.selector, "uplink")
-            made.handle_disconnect(is_cut_off=False)  # nobody listens: rank 0 is gone
+            made.handle_disconnect(is_cut_off=False)  # rank 0 is gone, so no process listens
             assert rank.wait(WAIT) == -signal.SIGTERM and time.monotonic() - began < WAIT
         finally:
             rank.kill()
