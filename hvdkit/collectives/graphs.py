@@ -26,6 +26,7 @@ _BRANCHES_AND_LOOPS = (
 _DERIVED = re.compile(r"__(?:forward|backward|inference)_")  # TensorFlow's prefixes of functions derived from another
 _COLLECTIVES: WeakRegistry[list[str]] = WeakRegistry()  # of each graph, in tracing order
 _CALLS: dict[str, tf.Variable] = {}  # of inner functions, by name
+_DIVIDED: WeakRegistry[bool] = WeakRegistry()  # graphs whose exchanges stay outside the programs for XLA
 
 
 def op_name(name: str, ranks: Sequence[int] | None) -> str:
@@ -94,19 +95,43 @@ def _note_callers(callers: dict[CodeType, set[int]]) -> None:
         frame = frame.f_back
 
 
+def divide_for_xla() -> None:
+    """Note that XLA compiles only the parts around the exchanges of the graph that is being traced."""
+    _DIVIDED.set(tf.compat.v1.get_default_graph(), True)
+
+
+def is_for_xla() -> bool:
+    """Return True if the graph that is being traced is for XLA as a whole, which can run none of our operations."""
+    return tf.inside_function() and _is_for_xla(tf.compat.v1.get_default_graph())
+
+
+def _is_for_xla(graph: tf.Graph) -> bool:
+    outer = graph
+    while outer not in _DIVIDED and is_inner(outer):
+        outer = outer.outer_graph
+    if outer in _DIVIDED:
+        return _is_for_xla(outer.outer_graph)
+    return control_flow_util.GraphOrParentsInXlaContext(graph)
+
+
 def refuse_xla() -> None:
     """Raise HvdkitError if a graph for XLA is being traced."""
-    if tf.inside_function() and control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
-        raise HvdkitError(
-            describe(
-                "jit_compile",
-                "a step compiled by XLA",
-                "jit_compile=False: Horovod has no XLA kernels",
-                "train with hk.fit, pass a callback of hvdkit to fit, or wrap the step with hk.compiled, which compile "
-                "what is around exchanges; or pass jit_compile=False to model.compile or tf.function (Keras's default "
-                "'auto' is True on GPUs); " + see("gradients#xla"),
-            )
+    if is_for_xla():
+        raise error_of_xla()
+
+
+def error_of_xla() -> HvdkitError:
+    """Return the error about an exchange inside of what XLA compiles."""
+    return HvdkitError(
+        describe(
+            "jit_compile",
+            "a step compiled by XLA",
+            "jit_compile=False: Horovod has no XLA kernels",
+            "train with hk.fit, pass a callback of hvdkit to fit, or wrap the step with hk.compiled, which compile "
+            "what is around exchanges; or pass jit_compile=False to model.compile or tf.function (Keras's default "
+            "'auto' is True on GPUs); " + see("gradients#xla"),
         )
+    )
 
 
 def not_constant(x: tf.Tensor) -> tf.Tensor:

@@ -19,7 +19,10 @@ from hvdkit import cluster
 from hvdkit.cluster.agreement import gather
 from hvdkit.cluster.logs import get_logger
 from hvdkit.collectives.conversion import graph_safe
+from hvdkit.collectives.graphs import divide_for_xla, error_of_xla
+from hvdkit.compiling.operations import has_exchange_for_xla
 from hvdkit.compiling.programs import CompiledGraph, Program, first_line, structures_of
+from hvdkit.compiling.rebuilding import needs_xla_inside
 from hvdkit.compiling.settings import mode
 from hvdkit.compiling.uncompiled_step import compare_modes, create_now, has_exchange, kind_of_agreement, uncompiled
 from hvdkit.errors import describe, listed
@@ -185,7 +188,27 @@ class CompiledStep:
         ]
 
     def _trace(self, args: Any, kwargs: Any, specs: Sequence[tf.TensorSpec]) -> Any:
-        """Trace the step."""
+        """Trace the step for XLA; without it, if XLA's form of a loop or function could not run outside of a program.
+
+        Args:
+            args, kwargs: of the step.
+            specs: of its tensors.
+        """
+        concrete = self._traced(args, kwargs, specs, for_xla=True)
+        if has_exchange_for_xla(concrete.graph):
+            raise error_of_xla()
+        if needs_xla_inside(concrete.graph):
+            concrete = self._traced(args, kwargs, specs, for_xla=False)
+        return concrete
+
+    def _traced(self, args: Any, kwargs: Any, specs: Sequence[tf.TensorSpec], *, for_xla: bool) -> Any:
+        """Trace the step.
+
+        Args:
+            args, kwargs: of the step.
+            specs: of its tensors.
+            for_xla: whether the gradients of loops and branches get the form that XLA compiles.
+        """
         step = self._step
         structure = _without_tensors((args, kwargs))
         leaves = tf.nest.flatten((args, kwargs), expand_composites=True)
@@ -197,11 +220,12 @@ class CompiledStep:
             for place, tensor in zip(places, tensors):  # noqa: B905  # AutoGraph does not know strict
                 given[place] = tensor
             positional, named = tf.nest.pack_sequence_as(structure, given, expand_composites=True)
+            divide_for_xla()
             with tf.variable_creator_scope(create_now):
                 return step(*positional, **named)
 
         flat.__name__ = self._name  # by which ranks match their exchanges
-        return tf.function(flat, autograph=self._autograph).get_concrete_function(*specs)
+        return tf.function(flat, autograph=self._autograph, jit_compile=for_xla or None).get_concrete_function(*specs)
 
     def _graph(self, args: Any, kwargs: Any, specs: Sequence[tf.TensorSpec], *, compiles_shapes: bool = True) -> _Graph:
         """Trace the step; have XLA check its programs.
@@ -213,7 +237,7 @@ class CompiledStep:
         """
         concrete = self._trace(args, kwargs, specs)
         with tf.init_scope():
-            graph = _Graph(concrete, specs, self._shared)
+            graph = _Graph(concrete, specs, self._shared, lambda: self._traced(args, kwargs, specs, for_xla=False))
             before = {id(program.function) for program in self._shared.values()}
             if graph.has_exchange and cluster.size() > 1:
                 if self._levels is None:
@@ -312,13 +336,20 @@ class _Graph:
         concrete: the traced step; takes tensors only.
         specs: of these tensors.
         shared: programs of earlier graphs, by structure.
+        trace: traces the step as it runs without XLA.
 
     Attributes:
         refused: why it, or parts of it, cannot be compiled.
         dropped: number of programs that could be compiled and are not.
     """
 
-    def __init__(self, concrete: Any, specs: Sequence[tf.TensorSpec], shared: Mapping[str, Program]) -> None:
+    def __init__(
+        self,
+        concrete: Any,
+        specs: Sequence[tf.TensorSpec],
+        shared: Mapping[str, Program],
+        trace: Callable[[], Any],
+    ) -> None:
         self._concrete = concrete
         self._specs = specs
         self._compiled: CompiledGraph | None = None
@@ -332,7 +363,7 @@ class _Graph:
         except Exception as error:  # on this rank, perhaps, only: the step runs as it was traced
             get_logger().debug("XLA: %s", error, exc_info=True)
             self._compiled = None
-            self._function = concrete
+            self._function = trace()
             self.refused = [f"{type(error).__name__}: {first_line(error)}"]
 
     def _copied(self) -> Any:

@@ -33,6 +33,7 @@ TRIVIAL = frozenset(
     | {"StopGradient", "StridedSlice", "ExpandDims", "Squeeze", "EnsureShape", "PreventGradient"}
 )
 _BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
+_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _RANDOM = ("Random", "Multinomial", "TruncatedNormal", "StatefulUniform", "StatefulStandardNormal", "Shuffle")
 _OF_SEEDS = frozenset({"StatelessRandomGetAlg", "StatelessRandomGetKeyCounter", "StatelessRandomGetKeyCounterAlg"})
 _COLLECTIVE = "Horovod"
@@ -84,6 +85,28 @@ class Library:
     def __init__(self, graph: tf.Graph) -> None:
         self._functions = {each.signature.name: each for each in graph.as_graph_def().library.function}
 
+    def placeholders(self, op: tf.Operation) -> list[tf.Tensor]:
+        """Return the outputs of a branch that have no value if another branch has run: what its gradient needs.
+
+        Args:
+            op: of the graph.
+        """
+        return [tensor for place, tensor in enumerate(op.outputs) if self._is_placeholder(op.node_def, place)]
+
+    def _is_placeholder(self, node: Any, place: int) -> bool:
+        """Return True if an output of a node has no value in some runs."""
+        if node.op == "FakeParam":
+            return True
+        if node.op not in _BRANCHES | _CALLS:
+            return False
+        for name in functions_of(node.attr):
+            function = self._functions[name]
+            inner, _, output = function.ret[function.signature.output_arg[place].name].partition(":")
+            found = next((each for each in function.node_def if each.name == inner), None)
+            if found is not None and self._is_placeholder(found, int(output.rpartition(":")[2])):
+                return True
+        return False
+
     def nodes(self, attributes: Mapping[str, Any], seen: frozenset[str] = frozenset()) -> Iterator[Any]:
         """Yield the nodes of all functions that an operation calls, and of those that these call."""
         for name in functions_of(attributes):
@@ -92,6 +115,21 @@ class Library:
             for node in self._functions[name].node_def:
                 yield node
                 yield from self.nodes(node.attr, seen | {name})
+
+
+def has_exchange_for_xla(graph: tf.Graph) -> bool:
+    """Return True if a function that the program itself compiles by XLA exchanges something between ranks.
+
+    Args:
+        graph: of a function that calls it.
+    """
+    library = Library(graph)
+    return any(
+        is_collective(node.op) or any(is_collective(inner.op) for inner in library.nodes(node.attr))
+        for function in graph.as_graph_def().library.function
+        if function.attr["_XlaMustCompile"].b
+        for node in function.node_def
+    )
 
 
 def reason_outside(op: tf.Operation, library: Library) -> str | None:

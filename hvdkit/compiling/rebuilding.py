@@ -14,6 +14,8 @@ _MOST_CONSTANTS = 1024
 _MOST_DERIVED = 64
 _OF_SHAPES = ("VariableShape", "Shape", "ShapeN", "Size")
 _HANDLES = (tf.resource, tf.variant)
+_LOOPS_AND_BRANCHES = ("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase")
+_UPDATE = "XlaDynamicUpdateSlice"  # of the gradient of tf.slice, which TensorFlow has no kernel for
 
 
 class Copies:
@@ -74,9 +76,11 @@ class Copies:
             if all(value is not None for value in values):
                 return [tf.constant(value, output.dtype) for value, output in zip(values, op.outputs, strict=True)]
         inputs = [self[tensor] for tensor in op.inputs]
+        if not self._compiled and op.type == _UPDATE:
+            return [_updated(*inputs)]
         attributes = {name: value for name, value in op.node_def.attr.items() if not name.startswith("_class")}
-        if self._compiled and "_lower_using_switch_merge" in attributes:
-            attributes["_lower_using_switch_merge"] = tf.compat.v1.AttrValue(b=False)
+        if op.type in _LOOPS_AND_BRANCHES:
+            attributes["_lower_using_switch_merge"] = tf.compat.v1.AttrValue(b=not self._compiled)
         for name in functions_of(attributes):
             graph._add_function_recursive(self._graph._get_function(name))
         with tf.control_dependencies(self.controls([op])), tf.device(op.device):
@@ -95,6 +99,22 @@ class Copies:
                 new.set_shape(old.shape)
         self._operations[op] = copy
         return list(copy.outputs)
+
+
+def needs_xla_inside(graph: tf.Graph) -> bool:
+    """Return True if a function that a graph calls has an operation that runs in a program for XLA only.
+
+    Args:
+        graph: of a function that was traced for XLA. Such operations of its own are replaced when they are copied.
+    """
+    functions = graph.as_graph_def().library.function
+    return any(node.op == _UPDATE for function in functions for node in function.node_def)
+
+
+def _updated(x: tf.Tensor, update: tf.Tensor, begin: tf.Tensor) -> tf.Tensor:
+    """Return ``x`` with the values from ``begin`` on replaced by ``update``."""
+    end = begin + tf.shape(update, out_type=begin.dtype)
+    return tf.raw_ops.TensorStridedSliceUpdate(input=x, begin=begin, end=end, strides=tf.ones_like(begin), value=update)
 
 
 def _shape_of(handle: tf.Tensor) -> list[int] | None:

@@ -13,7 +13,7 @@ depends on lower levels only. So the order of side effects stays that of the gra
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import tensorflow as tf
@@ -33,6 +33,7 @@ _BEFORE = -1
 _SOURCES = ("Placeholder", "Const")
 # Operations next to an exchange, which record it and keep it in the graph.
 _OF_EXCHANGES = ("Assert", "RandomUniform", "Timestamp", "VarHandleOp", "AssignVariableOp", "PyFuncStateless")
+_COPIES = ("Identity", "AssignVariableOp")
 _PREFIX = "hvdkit_"  # of the names of hvdkit's own checks, such as the tests of a model's first step
 
 
@@ -81,8 +82,9 @@ class Stages:
                 reasons[op] = reason
         self.outside = _summary(reasons)
         is_outside = set(reasons)
-        _add_of_values(operations, is_outside)
+        _add_of_values(operations, is_outside, library)
         _add_lookups(operations, is_outside)
+        _add_copies(operations, is_outside)
         inner = {op for op in operations if any(is_collective(node.op) for node in library.nodes(op.node_def.attr))}
         exchanges = inner | {op for op in operations if is_collective(op.type)}
         self.library = library
@@ -118,7 +120,7 @@ def _in_order(graph: tf.Graph) -> list[tf.Operation]:
     return order
 
 
-def _add_of_values(operations: Sequence[tf.Operation], is_outside: set[tf.Operation]) -> None:
+def _add_of_values(operations: Sequence[tf.Operation], is_outside: set[tf.Operation], library: Library) -> None:
     """Add what follows from tensors whose shapes are unknown before an operation outside has run."""
     unknown: set[int] = set()
     for op in operations:
@@ -129,6 +131,7 @@ def _add_of_values(operations: Sequence[tf.Operation], is_outside: set[tf.Operat
             continue
         is_outside.add(op)
         unknown |= {id(tensor) for tensor in op.outputs if has_values_shape(tensor)}
+        unknown |= {id(tensor) for tensor in library.placeholders(op)}
 
 
 def _add_lookups(operations: Sequence[tf.Operation], is_outside: set[tf.Operation]) -> None:
@@ -149,22 +152,84 @@ def _add_lookups(operations: Sequence[tf.Operation], is_outside: set[tf.Operatio
         pending += [each for each in dependencies(op) if each not in is_outside and each.type not in _SOURCES]
 
 
+def _add_copies(operations: Sequence[tf.Operation], is_outside: set[tf.Operation]) -> None:
+    """Add what only copies the result of an operation outside.
+
+    There is nothing to compile in it. And what only the chief has, such as a note that it has kept a row, would make
+    another program of the one that it is part of.
+    """
+    for op in operations:
+        if op.type in _COPIES and op.inputs[-1].op in is_outside:
+            is_outside.add(op)
+
+
 def _divided(
     operations: Sequence[tf.Operation], is_outside: set[tf.Operation], exchanges: set[tf.Operation]
 ) -> list[Stage]:
     levels: dict[tf.Operation, int] = {}
+    later: dict[tf.Operation, int] = {}
+    while True:
+        levels = _levels(operations, is_outside, exchanges, later)
+        found = _later(operations, is_outside, levels)
+        if found.items() <= later.items():
+            break
+        later |= found
     stages: dict[int, Stage] = {}
+    for op, level in levels.items():
+        stages.setdefault(level, Stage(level)).operations.append(op)
+    return [stages[level] for level in sorted(stages)]
+
+
+def _levels(
+    operations: Sequence[tf.Operation],
+    is_outside: set[tf.Operation],
+    exchanges: set[tf.Operation],
+    least: Mapping[tf.Operation, int],
+) -> dict[tf.Operation, int]:
+    """Return the level of each operation, in their order.
+
+    Args:
+        operations: of the graph, in an order in which they can run.
+        is_outside: those that are not compiled.
+        exchanges: those that exchange something between ranks.
+        least: levels that some operations have at least.
+    """
+    levels: dict[tf.Operation, int] = {}
     for op in operations:
         if op.type in _SOURCES:
             continue
         mine = op in is_outside
-        level = 1 if op in exchanges else _BEFORE if mine else 0
+        level = max(least.get(op, _BEFORE), 1 if op in exchanges else _BEFORE if mine else 0)
         for each in dependencies(op):
             if each in levels:
                 level = max(level, levels[each] + (mine != (each in is_outside)))
         levels[op] = level
-        stages.setdefault(level, Stage(level)).operations.append(op)
-    return [stages[level] for level in sorted(stages)]
+    return levels
+
+
+def _later(
+    operations: Sequence[tf.Operation], is_outside: set[tf.Operation], levels: Mapping[tf.Operation, int]
+) -> dict[tf.Operation, int]:
+    """Return the levels to which operations can move so that a list which they make is used in their own stage."""
+    limits: dict[tf.Operation, int] = {}  # the highest level for which the levels of all that follows suffice
+    users: dict[tf.Operation, list[tf.Operation]] = {}
+    for op in levels:
+        for each in dependencies(op):
+            users.setdefault(each, []).append(op)
+    top = max(levels.values(), default=0)
+    moved: dict[tf.Operation, int] = {}
+    for op in reversed(operations):
+        mine = op in is_outside
+        after = users.get(op, [])
+        outside = [levels[each] - 1 for each in after if (each in is_outside) and not mine]
+        limits[op] = min([top, *outside, *(limits[each] for each in after if (each in is_outside) == mine)])
+        if op not in levels or mine:
+            continue
+        of_lists = [user for tensor in op.outputs if tensor.dtype == tf.variant for user in tensor.consumers()]
+        level = max((levels[user] for user in of_lists if user in levels), default=levels[op])
+        if levels[op] < level <= limits[op]:
+            moved[op] = level
+    return moved
 
 
 def _summary(reasons: dict[tf.Operation, str]) -> list[str]:

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.cluster.progress import progress
-from hvdkit.internals import control_flow_util
+from hvdkit.collectives.graphs import is_for_xla
 
 
 def report_step(grads: Sequence[Any], call_site: str) -> None:
@@ -27,7 +27,7 @@ def report_step(grads: Sequence[Any], call_site: str) -> None:
         return
     first = next((g for g in grads if g is not None), None)
     # XLA has no kernel for numpy_function.
-    if first is None or control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+    if first is None or is_for_xla():
         return
     values = first.values if isinstance(first, tf.IndexedSlices) else first
 
