@@ -57,7 +57,7 @@ def run_path(path: str | RunPath, argument: str) -> RunPath:
     """
     if not stores.is_url(path):
         return local_path(path, argument)
-    return stores.open_store(str(path), argument, getattr(path, "storage_options", {}))
+    return stores.open_store(path, argument)
 
 
 def local_path(path: str | RunPath, argument: str) -> Path:

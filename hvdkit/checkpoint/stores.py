@@ -81,13 +81,12 @@ def is_url(path: object) -> bool:
     return match is not None and match[1] not in _LOCAL
 
 
-def open_store(url: str, argument: str, options: Mapping[str, Any] | None = None) -> UPath:
+def open_store(path: str | Path | UPath, argument: str) -> UPath:
     """Return the folder that a URL names. No request is made.
 
     Args:
-        url: the URL.
+        path: the URL, or a path of universal-pathlib, whose text may lack the host and the options of the client.
         argument: its name in messages.
-        options: for the client of the store, as fsspec takes them.
 
     Raises:
         ValueError: the protocol is unknown, its package is not installed, or the URL does not name a folder of it.
@@ -98,21 +97,23 @@ def open_store(url: str, argument: str, options: Mapping[str, Any] | None = None
         from upath import UPath
     except ImportError:
         remedy = "pip install 'hvdkit[files]', and the package of the store, e.g. s3fs or gcsfs"
-        raise ValueError(describe(argument, without_secrets(url), expected, remedy)) from None
-    url = re.sub(r"^(\w[\w+.-]*):/+", r"\1://", url)
+        raise ValueError(describe(argument, without_secrets(str(path)), expected, remedy)) from None
+    url = re.sub(r"^(\w[\w+.-]*):/(?!/)", r"\1://", str(path))
     got = without_secrets(url)
+    given = path if isinstance(path, UPath) else url
+    options = path.storage_options if isinstance(path, UPath) else {}
     scheme = urlsplit(url).scheme
     if "::" in url or scheme in _READ_ONLY:
         raise ValueError(describe(argument, got, f"{expected}; this one cannot be written", "pass another"))
     try:
         get_filesystem_class(scheme.partition("+")[0])  # webdav+http, as universal-pathlib writes it
-        folder = UPath(url, **{**(options or {}), "use_listings_cache": False})
+        folder = UPath(given, **{**options, "use_listings_cache": False})
         try:
             client = folder.fs
         except TypeError:  # it takes no options of fsspec, e.g. webdav4, which keeps no listings
-            folder = UPath(url, **(options or {}))
+            folder = UPath(given, **options)
             client = folder.fs
-        name = client._strip_protocol(url).strip("/")
+        name = client._strip_protocol(folder.path).strip("/")
     except ImportError as error:
         raise ValueError(describe(argument, got, f"a store that can be reached ({error})", "install it")) from None
     except (ValueError, TypeError, OSError) as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers.jobs import MPI, call, environment, run
-from helpers.object_store import BUCKET, served
+from helpers.object_store import BUCKET, SECRET, served
 from helpers.speed import WAIT
 
 import hvdkit as hk
@@ -198,6 +198,27 @@ server.prepare()
 print(json.dumps({"LOGDIR": f"webdav+http://127.0.0.1:{server.bind_addr[1]}/team/run"}), flush=True)
 server.serve()
 """,
+    "sftp": """
+import asyncio, json, sys
+import asyncssh
+
+class Server(asyncssh.SSHServer):
+    def password_auth_supported(self):
+        return True
+
+    def validate_password(self, username, password):
+        return password == sys.argv[2]
+
+async def main():
+    keys = [asyncssh.generate_private_key("ssh-ed25519")]
+    options = {"server_factory": Server, "server_host_keys": keys, "sftp_factory": True}
+    server = await asyncssh.listen("127.0.0.1", 0, **options)
+    place = f"user:{sys.argv[2]}@127.0.0.1:{server.get_port()}"
+    print(json.dumps({"LOGDIR": f"sftp://{place}{sys.argv[1]}/team/run"}), flush=True)
+    await asyncio.sleep(3600)
+
+asyncio.run(main())
+""",
 }
 
 
@@ -205,10 +226,10 @@ server.serve()
 @pytest.mark.skipif(not PYTHON.exists(), reason="make test-nightly installs the servers and their clients")
 @pytest.mark.parametrize("server", SERVERS)
 def test_other_stores_than_s3(server, tmp_path):
-    """An emulator of GCS, and WebDAV, which has folders and no conditional writes."""
+    """An emulator of GCS, and WebDAV and SFTP, which have folders and no conditional writes."""
     losses, digest = result(run(PROGRAM, MPI, 2, LOGDIR=str(tmp_path / "local")))
     (tmp_path / "server").mkdir()
-    command = [PYTHON, "-c", SERVERS[server], tmp_path / "server"]
+    command = [PYTHON, "-c", SERVERS[server], tmp_path / "server", SECRET]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
             variables = json.loads(process.stdout.readline())
@@ -225,5 +246,6 @@ def test_other_stores_than_s3(server, tmp_path):
             found, found_digest = json.loads(continued.stdout.split("RESULT ")[1].splitlines()[0])
             assert (found, found_digest) == (losses[-len(found) :], digest)
             assert 2 <= len(found) < 4
+            assert SECRET not in killed.stdout + continued.stdout
         finally:
             process.kill()
