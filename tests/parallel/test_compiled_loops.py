@@ -104,9 +104,10 @@ def assert_equal(one, other):
     keras.tree.map_structure(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), one, other)
 
 
-@pytest.mark.core(2)
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.core(2)] * (name == "masked")) for name in MODELS]
+)
 def test_gradients_of_loops_and_branches_are_compiled(name, lines):
     make, y = MODELS[name]
     plain = fitted(make, y, jit_compile=False)
