@@ -219,12 +219,10 @@ def _later(
     top = max(levels.values(), default=0)
     moved: dict[tf.Operation, int] = {}
     for op in reversed(operations):
-        mine = op in is_outside
-        after = users.get(op, [])
-        outside = [levels[each] - 1 for each in after if (each in is_outside) and not mine]
-        limits[op] = min([top, *outside, *(limits[each] for each in after if (each in is_outside) == mine)])
-        if op not in levels or mine:
+        if op not in levels or op in is_outside:
             continue
+        after = users.get(op, [])
+        limits[op] = min([top, *(levels[each] - 1 if each in is_outside else limits[each] for each in after)])
         of_lists = [user for tensor in op.outputs if tensor.dtype == tf.variant for user in tensor.consumers()]
         level = max((levels[user] for user in of_lists if user in levels), default=levels[op])
         if levels[op] < level <= limits[op]:

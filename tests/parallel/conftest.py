@@ -11,6 +11,7 @@ The ranks synchronize through files, one byte per finished test, and not through
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import shutil
 import signal
@@ -156,6 +157,14 @@ def size() -> int:
 def rng() -> np.random.Generator:
     """Return the same random generator on every rank."""
     return np.random.default_rng(20)
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """Return what hvdkit logs during the test."""
+    monkeypatch.setattr(logging.getLogger("hvdkit"), "propagate", True)
+    caplog.set_level("INFO", "hvdkit")
+    return caplog
 
 
 @pytest.fixture

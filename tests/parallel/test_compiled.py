@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import keras
 import numpy as np
 import pytest
@@ -393,13 +391,6 @@ def long_fit(epochs=1, **options):
     model.compile(opts.SGD(0.1), LOSS, metrics=["accuracy"])
     hk.fit(model, np.tile(X, (29, 1)), np.tile(Y, 29), batch_size=12, epochs=epochs, verbose=0, **options)
     return model, measured_function.choice_of(model)
-
-
-@pytest.fixture
-def lines(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("hvdkit"), "propagate", True)
-    caplog.set_level("INFO", "hvdkit")
-    return caplog
 
 
 def test_auto_measures_and_all_ranks_choose_the_same(monkeypatch, lines):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import keras
 import numpy as np
 import pytest
@@ -16,13 +14,6 @@ RNG = np.random.default_rng(9)
 X = RNG.normal(size=(48, 6, 2)).astype("f4")
 X[np.arange(6) >= RNG.integers(2, 7, 48)[:, None]] = 0.0  # padding
 Y = X.sum(axis=(1, 2))[:, None]
-
-
-@pytest.fixture
-def lines(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("hvdkit"), "propagate", True)
-    caplog.set_level("INFO", "hvdkit")
-    return caplog
 
 
 class Halving(keras.layers.Layer):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import keras
 import numpy as np
 import pytest
@@ -15,13 +13,6 @@ import hvdkit as hk
 layers = keras.layers
 X = np.random.default_rng(5).normal(size=(48, 8)).astype("f4")
 Y = X[:, :1]
-
-
-@pytest.fixture
-def lines(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("hvdkit"), "propagate", True)
-    caplog.set_level("INFO", "hvdkit")
-    return caplog
 
 
 class Largest(keras.metrics.Metric):

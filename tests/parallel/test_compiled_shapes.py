@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 
 import keras
@@ -19,13 +18,6 @@ X = RNG.normal(size=(50, 8)).astype("f4")
 Y = X[:, :3].argmax(axis=1)
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 pytestmark = pytest.mark.ranks(2, 3)
-
-
-@pytest.fixture
-def lines(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("hvdkit"), "propagate", True)
-    caplog.set_level("INFO", "hvdkit")
-    return caplog
 
 
 def network(*more):
