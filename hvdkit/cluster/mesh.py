@@ -85,6 +85,14 @@ def process_sets_of(mesh: Mapping[str, int]) -> list[tuple[int, ...]]:
     return [ranks for ranks in dict.fromkeys(groups) if 1 < len(ranks) < math.prod(mesh.values())]
 
 
+def sets_of_any_mesh(mesh: Mapping[str, int] | None, size: int) -> list[tuple[int, ...]]:
+    """Return the process sets that a mesh needs; empty for an invalid mesh, which raises later on all ranks."""
+    try:
+        return process_sets_of(checked_mesh(mesh, size))
+    except (TypeError, ValueError):
+        return []
+
+
 def group_of(rank: int, axis: str, mesh: Mapping[str, int], sets: Mapping[tuple[int, ...], HorovodProcessSet]) -> Group:
     """Return ``rank``'s group along ``axis``; a group of one rank if the mesh does not have that axis."""
     if axis not in mesh:

@@ -16,7 +16,7 @@ from hvdkit.cluster import devices, engine, logs, settings
 from hvdkit.cluster.call_order import CallOrder
 from hvdkit.cluster.exchange import ObjectExchange
 from hvdkit.cluster.lone_training import lone_training
-from hvdkit.cluster.mesh import DATA, Group, HorovodProcessSet, checked_mesh, group_of, process_sets_of
+from hvdkit.cluster.mesh import DATA, Group, HorovodProcessSet, group_of, sets_of_any_mesh
 from hvdkit.cluster.progress import progress
 from hvdkit.cluster.rank_facts import gather_rank_facts
 from hvdkit.errors import ClusterError, describe
@@ -133,7 +133,7 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
     watchdog = reporter()
     offer = watchdog.begin(launched)
     threads_before = processes.threads(os.getpid())
-    hvd, communicator, horovod_sets = engine.start_horovod(launched, _mesh_process_sets(mesh, launched.size))
+    hvd, communicator, horovod_sets = engine.start_horovod(launched, sets_of_any_mesh(mesh, launched.size))
     waiters = processes.threads(os.getpid()) - threads_before
     rank = hvd.rank()
     size = hvd.size()
@@ -182,14 +182,6 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
         call_order=order,
         process_sets=horovod_sets,
     )
-
-
-def _mesh_process_sets(mesh: Mapping[str, int] | None, size: int) -> list[tuple[int, ...]]:
-    """Return the process sets that a mesh needs; empty for an invalid mesh, which raises later on all ranks."""
-    try:
-        return process_sets_of(checked_mesh(mesh, size))
-    except (TypeError, ValueError):
-        return []
 
 
 def _local_affinities(exchange: ObjectExchange, local_size: int) -> list[frozenset[int]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar, cast
 
 import keras
@@ -21,10 +21,11 @@ from hvdkit.cluster.logs import get_logger
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.collectives.graphs import divide_for_xla, error_of_xla
 from hvdkit.compiling.operations import has_exchange_for_xla
-from hvdkit.compiling.programs import CompiledGraph, Program, first_line, structures_of
+from hvdkit.compiling.programs import Program, structures_of
 from hvdkit.compiling.rebuilding import needs_xla_inside
 from hvdkit.compiling.settings import mode
-from hvdkit.compiling.uncompiled_step import compare_modes, create_now, has_exchange, kind_of_agreement, uncompiled
+from hvdkit.compiling.step_graph import StepGraph
+from hvdkit.compiling.uncompiled_step import compare_modes, create_now, kind_of_agreement, uncompiled
 from hvdkit.errors import describe, listed
 
 Step = TypeVar("Step", bound=Callable[..., Any])
@@ -109,8 +110,8 @@ class CompiledStep:
         self._autograph: bool = getattr(step, "_autograph", autograph)
         self._name = getattr(self._step, "__name__", "step")
         self._label = label or f"hk.compiled: {self._name}"
-        self._graphs: dict[Hashable, _Graph] = {}
-        self._relaxed: dict[Hashable, _Graph | None] = {}  # None: it needs fixed shapes
+        self._graphs: dict[Hashable, StepGraph] = {}
+        self._relaxed: dict[Hashable, StepGraph | None] = {}  # None: it needs fixed shapes
         self._shapes: dict[Hashable, list[tf.TensorShape]] = {}  # that cover all arguments so far
         self._levels: set[int] | None = None  # of programs for the shapes of a graph; None before ranks have agreed
         self._shared: dict[str, Program] = {}  # programs that serve the graphs of all shapes, by structure
@@ -155,7 +156,7 @@ class CompiledStep:
             )
         return result
 
-    def _relaxed_graph(self, exact: Hashable, args: Any, kwargs: Any, specs: list[tf.TensorSpec]) -> _Graph:
+    def _relaxed_graph(self, exact: Hashable, args: Any, kwargs: Any, specs: list[tf.TensorSpec]) -> StepGraph:
         """Return a graph for arguments of many shapes; for a step that needs fixed shapes, one for the given ones."""
         shapes = self._shapes[_signature((args, kwargs), shapes=False)]
         key = (_signature((args, kwargs), shapes=False), str(shapes))
@@ -227,7 +228,9 @@ class CompiledStep:
         flat.__name__ = self._name  # by which ranks match their exchanges
         return tf.function(flat, autograph=self._autograph, jit_compile=for_xla or None).get_concrete_function(*specs)
 
-    def _graph(self, args: Any, kwargs: Any, specs: Sequence[tf.TensorSpec], *, compiles_shapes: bool = True) -> _Graph:
+    def _graph(
+        self, args: Any, kwargs: Any, specs: Sequence[tf.TensorSpec], *, compiles_shapes: bool = True
+    ) -> StepGraph:
         """Trace the step; have XLA check its programs.
 
         Args:
@@ -237,7 +240,7 @@ class CompiledStep:
         """
         concrete = self._trace(args, kwargs, specs)
         with tf.init_scope():
-            graph = _Graph(concrete, specs, self._shared, lambda: self._traced(args, kwargs, specs, for_xla=False))
+            graph = StepGraph(concrete, specs, self._shared, lambda: self._traced(args, kwargs, specs, for_xla=False))
             before = {id(program.function) for program in self._shared.values()}
             if graph.has_exchange and cluster.size() > 1:
                 if self._levels is None:
@@ -266,7 +269,7 @@ class CompiledStep:
             get_logger().debug("%s: %s", self._label, error)
             return None
 
-    def _agree(self, graph: _Graph, others: Callable[[], set[str] | None]) -> None:
+    def _agree(self, graph: StepGraph, others: Callable[[], set[str] | None]) -> None:
         """Choose on all ranks the programs of the step.
 
         What follows an exchange has to give equal results on all ranks: replicas would drift apart. That has to hold
@@ -302,7 +305,7 @@ class CompiledStep:
             elif level < first or (is_equal and level < last):
                 self._levels.add(level)
 
-    def _levels_of(self, graph: _Graph, *, compiles_shapes: bool) -> set[int]:
+    def _levels_of(self, graph: StepGraph, *, compiles_shapes: bool) -> set[int]:
         """Return the levels of a graph that all ranks compile."""
         levels = self._levels or set()
         return {
@@ -311,7 +314,7 @@ class CompiledStep:
             if program.structure in self._shared or (compiles_shapes and level in levels)
         }
 
-    def _report(self, graph: _Graph) -> None:
+    def _report(self, graph: StepGraph) -> None:
         """Log what is compiled, and what is not: on the chief for the first graph, later what this rank refuses."""
         if self._refused is not None:
             new = [reason for reason in graph.refused if reason not in self._refused]
@@ -327,94 +330,6 @@ class CompiledStep:
         programs = f"{number} program{'s' * (number != 1)}"
         text = f"XLA compiles {inside:,} of {total:,} operations, in {programs}" if number else "XLA compiles nothing"
         get_logger().info("%s: %s%s", self._label, text, f"; not compiled: {_shown(kept)}" if kept else "")
-
-
-class _Graph:
-    """A traced step that can be called.
-
-    Args:
-        concrete: the traced step; takes tensors only.
-        specs: of these tensors.
-        shared: programs of earlier graphs, by structure.
-        trace: traces the step as it runs without XLA.
-
-    Attributes:
-        refused: why it, or parts of it, cannot be compiled.
-        dropped: number of programs that could be compiled and are not.
-    """
-
-    def __init__(
-        self,
-        concrete: Any,
-        specs: Sequence[tf.TensorSpec],
-        shared: Mapping[str, Program],
-        trace: Callable[[], Any],
-    ) -> None:
-        self._concrete = concrete
-        self._specs = specs
-        self._compiled: CompiledGraph | None = None
-        self._function = concrete
-        self.refused: list[str] = []
-        self.dropped = 0
-        try:
-            self._compiled = CompiledGraph(concrete, shared)
-            self._function = self._copied()
-            self.refused = [f"a program: {reason}" for reason in self._compiled.refused.values()]
-        except Exception as error:  # on this rank, perhaps, only: the step runs as it was traced
-            get_logger().debug("XLA: %s", error, exc_info=True)
-            self._compiled = None
-            self._function = trace()
-            self.refused = [f"{type(error).__name__}: {first_line(error)}"]
-
-    def _copied(self) -> Any:
-        assert self._compiled is not None
-        emit = self._compiled.emit
-        return tf.function(lambda *tensors: emit(tensors), autograph=False).get_concrete_function(*self._specs)
-
-    @property
-    def programs(self) -> dict[int, Program]:
-        """Return the programs by level."""
-        return {} if self._compiled is None else self._compiled.programs
-
-    @property
-    def outside(self) -> list[str]:
-        """Return the operations that are not compiled, with the reasons."""
-        return [] if self._compiled is None else self._compiled.stages.outside
-
-    @property
-    def has_fixed_shapes(self) -> bool:
-        """Return True if the graph is for one combination of shapes."""
-        return all(spec.shape.is_fully_defined() for spec in self._specs)
-
-    @property
-    def has_exchange(self) -> bool:
-        """Return True if the step exchanges something between ranks."""
-        return has_exchange(self._concrete.graph)
-
-    @property
-    def levels_of_exchanges(self) -> tuple[int, int]:
-        """Return the levels of the first and of the last exchange."""
-        found = set() if self._compiled is None else self._compiled.stages.levels_of_exchanges
-        levels = found or {0}
-        return min(levels), max(levels)
-
-    def operations(self) -> tuple[int, int]:
-        """Return the number of operations in programs, and of all."""
-        stages = [] if self._compiled is None else self._compiled.stages.all
-        inside = sum(len(stage.operations) for stage in stages if stage.level in self.programs)
-        return inside, sum(len(stage.operations) for stage in stages)
-
-    def keep(self, levels: set[int]) -> None:
-        """Compile the programs of some levels only."""
-        if self._compiled is not None and not self.programs.keys() <= levels:
-            self.dropped = len(self.programs.keys() - levels)
-            self._compiled.keep(levels)
-            self._function = self._copied()
-
-    def __call__(self, tensors: list[tf.Tensor]) -> Any:
-        if tf.inside_function() and self._compiled is not None:
-            return self._compiled.emit(tensors)
-        return self._function(*tensors)
 
 
 def _shown(reasons: Sequence[str]) -> str:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from hvdkit import cluster
 from hvdkit.checkpoint.files import RunPath, run_path
 from hvdkit.checkpoint.rank_checks import agreed_state, run_on_chief
-from hvdkit.checkpoint.state import flatten
 from hvdkit.cluster.agreement import run_on_all_ranks
 from hvdkit.cluster.progress import progress, spending
 from hvdkit.data.position import ArrayPosition, DataPosition
@@ -448,14 +447,3 @@ class Supervisor:
     def _begin_save(self) -> RunPath:
         self._summaries.flush()
         return self._saver.begin(self.global_step)
-
-
-def restored_of_ranks(session: Supervisor) -> list[AnyVariable]:
-    """Return the variables of which each rank has restored its own value: none if the run has begun here.
-
-    They are moving statistics, accumulated gradients, and states of random generators.
-    """
-    if session.restored_from is None:
-        return []
-    tensors = flatten(session._state()).tensors.values()
-    return [t.variable for t in tensors if t.kind == "per_rank" and t.variable is not None]

@@ -12,8 +12,7 @@ from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 from hvdkit.errors import printable
 from hvdkit.watchdog.flight_recorder import CollectiveRecord
 
-VERSION = 5
-"""Version of the whole set of messages. The coordinator checks it before it admits a sentinel."""
+VERSION = 5  # of the whole set of messages, which the coordinator checks before it admits a sentinel
 
 
 class Message:

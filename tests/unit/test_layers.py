@@ -333,3 +333,8 @@ def test_an_assignment_has_one_value_per_line():
                 if not targets & read:
                     found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}")
     assert not found, "\n".join(found)
+
+
+def test_no_file_is_longer_than_450_lines():
+    lines = {path.relative_to(ROOT): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    assert not {str(path): count for path, count in lines.items() if count > 450}

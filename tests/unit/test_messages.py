@@ -7,6 +7,8 @@ import shlex
 
 import pytest
 
+import hvdkit as hk
+from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.commands import cli
 from hvdkit.commands.docs import PAGES, find
 from hvdkit.commands.docs.catalogue import entries
@@ -43,6 +45,21 @@ def test_a_message_that_is_pasted_finds_its_entry(capsys):
         remedy = message.rpartition("; ")[2]
         assert remedy in found and found.count("\n- ") == 1, found
         assert shown(capsys, *message.split()) == found  # without quotes
+
+
+def test_errors_about_files_are_found_too(capsys, tmp_path):
+    (tmp_path / "a.csv").write_bytes("\ufeffu,1\n".encode("utf-16"))
+    with pytest.raises(hk.DataError) as raised:
+        hk.data.criteo(tmp_path / "a.csv")
+    found = shown(capsys, str(raised.value))
+    assert found.startswith("## `DataError`\n\n- … is UTF-16; ") and found.count("\n- ") == 1, found
+    with pytest.raises(hk.CheckpointError) as raised:
+        Manifest.parse(tmp_path)
+    found = shown(capsys, f"hvdkit.errors.CheckpointError: {raised.value}")
+    assert found.startswith("## `CheckpointError`\n\n- ") and found.count("\n- ") == 1, found
+    assert "pass a folder such as step-000001200" in found
+    assert cli.main(["docs", "messages#corruptcheckpointerror"]) == 0
+    assert "checksum differs" in capsys.readouterr().out
 
 
 def test_words_find_the_entries_that_contain_all_of_them(capsys):
@@ -103,8 +120,14 @@ def test_the_parts_of_a_message_belong_together(tmp_path):
         "def check_name(name):\n"
         "    expected, remedy = rules(name)\n"
         "    raise ValueError(describe(name, 0, 'a ' + expected, remedy))\n"
+        "def read(path, error):\n"
+        "    problem = 'is shorter than it was'\n"
+        "    if error:\n"
+        "        raise DataError(f'{path}: {error}')\n"
+        "    raise DataError(f'{path} {problem}; copy it')\n"
     )
     assert entries(tmp_path) == (
+        ("DataError", "… is shorter than it was; copy it"),
         ("depth", "at most 4", "…"),
         ("several arguments", "a …", "…"),
         ("width", "0 to 4", "pass … less"),

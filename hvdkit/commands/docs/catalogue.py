@@ -1,4 +1,7 @@
-"""The catalogue of error messages, from the calls of ``describe`` in the sources, which are installed with hvdkit."""
+"""The catalogue of error messages, from the sources, which are installed with hvdkit.
+
+Most messages are calls of ``describe``. Others are the texts of hvdkit's own errors, as of a damaged file.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from typing import NamedTuple
 
 from hvdkit import errors
 from hvdkit.commands.docs.headings import anchor
-from hvdkit.errors import describe
+from hvdkit.errors import HvdkitError, describe
 
 PACKAGE = Path(errors.__file__).parent
 PLACEHOLDER = "…"
@@ -25,6 +28,8 @@ _PLACEHOLDERS = re.compile(f"{PLACEHOLDER}+")
 _FEWEST_CHARACTERS = 12
 # Of the texts that one call may give.
 _MOST_ALTERNATIVES = 12
+# The errors whose texts are listed, besides calls of describe.
+_ERRORS = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, HvdkitError)}
 # A value that is known only when the program runs.
 _UNKNOWN = ast.Constant(None)
 # What Markdown would interpret. An underscore between letters is one.
@@ -39,9 +44,19 @@ class MessageEntry(NamedTuple):
     remedy: str
 
     @property
+    def title(self) -> str:
+        """The heading below which the message is listed."""
+        return self.argument
+
+    @property
     def text(self) -> str:
         """The message without the value that it names."""
         return f"{self.argument}: expected {self.expected}; {self.remedy}"
+
+    def line(self, title: str) -> str:
+        """Return a line of Markdown for the message below a title, which may be a similar argument."""
+        argument = "" if self.argument == title else f"`{self.argument}`: "
+        return f"- {argument}expected {_escaped(self.expected)}; *{_escaped(self.remedy)}*"
 
     def likeness(self, text: str) -> int:
         """Return how many characters of this message, apart from values, are in ``text`` as whole parts of it.
@@ -58,30 +73,57 @@ class MessageEntry(NamedTuple):
         return sum(_literal_characters(part) for part in parts if _pattern(part).search(text))
 
 
+class ErrorText(NamedTuple):
+    """The text of an error of hvdkit that is not about an argument; parts that vary are placeholders."""
+
+    error: str
+    text: str
+
+    @property
+    def title(self) -> str:
+        """The heading below which the message is listed."""
+        return self.error
+
+    def line(self, title: str) -> str:
+        """Return a line of Markdown for the message."""
+        what, separator, remedy = self.text.rpartition("; ")
+        return f"- {_escaped(what)}; *{_escaped(remedy)}*" if separator else f"- {_escaped(self.text)}"
+
+    def likeness(self, text: str) -> int:
+        """Return how many characters of this message, apart from values, are in ``text`` as whole parts of it.
+
+        Example:
+            >>> ErrorText("DataError", "… ends at byte …; write it again").likeness("a.csv ends at byte 3; copy it")
+            12
+        """
+        return sum(_literal_characters(part) for part in self.text.split("; ") if _pattern(part).search(text))
+
+
+Entry = MessageEntry | ErrorText
+
+
 @functools.cache
-def entries(package: Path = PACKAGE) -> tuple[MessageEntry, ...]:
+def entries(package: Path = PACKAGE) -> tuple[Entry, ...]:
     """Return the messages in the sources of a package, sorted, each once."""
-    found: set[MessageEntry] = set()
+    found: set[Entry] = set()
     for path in package.rglob("*.py"):
-        source = path.read_text(encoding="utf-8")
-        if "describe(" in source:
-            found |= set(_entries_of(ast.parse(source)))
+        found |= set(_entries_of(ast.parse(path.read_text(encoding="utf-8"))))
     return tuple(sorted(found))
 
 
-def listing(of: Iterable[MessageEntry]) -> str:
-    """Return Markdown with a heading for each argument, and a line for each of its messages."""
-    by_anchor: defaultdict[str, list[MessageEntry]] = defaultdict(list)
+def listing(of: Iterable[Entry]) -> str:
+    """Return Markdown with a heading for each argument and class of errors, and a line for each of its messages."""
+    by_anchor: defaultdict[str, list[Entry]] = defaultdict(list)
     for entry in of:
-        by_anchor[anchor(entry.argument)].append(entry)
+        by_anchor[anchor(entry.title)].append(entry)
     parts = []
     for name in sorted(by_anchor, key=lambda name: (name.lstrip("-").lower(), name)):
-        title = min((entry.argument for entry in by_anchor[name]), key=len)
-        parts += [f"## `{title}`", "\n".join(_line(entry, title) for entry in by_anchor[name])]
+        title = min((entry.title for entry in by_anchor[name]), key=len)
+        parts += [f"## `{title}`", "\n".join(entry.line(title) for entry in by_anchor[name])]
     return "\n\n".join(parts)
 
 
-def search(words: Sequence[str], among: Sequence[MessageEntry]) -> list[MessageEntry]:
+def search(words: Sequence[str], among: Sequence[Entry]) -> list[Entry]:
     """Return the messages that a user means.
 
     Args:
@@ -107,8 +149,8 @@ def search(words: Sequence[str], among: Sequence[MessageEntry]) -> list[MessageE
     found = [entry for entry in among if all(word in entry.text.lower() for word in wanted)]
     if not found:
         unknown = [word for word in wanted if not any(word in entry.text.lower() for entry in among)]
-        arguments = {entry.argument for entry in among}
-        near = [name for word in unknown for name in difflib.get_close_matches(word, arguments, 1)]
+        titles = {entry.title for entry in among}
+        near = [name for word in unknown for name in difflib.get_close_matches(word, titles, 1)]
         hint = f"did you mean {near[0]}? " if near else ""
         remedy = f"{hint}`hvdkit docs messages` shows them"
         raise ValueError(describe("WORDS", text, "a message, or words that are all in one message", remedy))
@@ -122,14 +164,21 @@ class _Scope(NamedTuple):
     before: tuple[ast.stmt, ...]
 
 
-def _entries_of(module: ast.Module) -> Iterator[MessageEntry]:
+def _entries_of(module: ast.Module) -> Iterator[Entry]:
     parents = {child: node for node in ast.walk(module) for child in ast.iter_child_nodes(node)}
     for node in parents:
-        if isinstance(node, ast.Call) and len(node.args) == 4 and ast.unparse(node.func) == "describe":
+        if not isinstance(node, ast.Call):
+            continue
+        function = ast.unparse(node.func)
+        if function == "describe" and len(node.args) == 4:
             texts = _alternatives((node.args[0], *node.args[2:]), _scopes(node, parents))
             for argument, expected, remedy in itertools.islice(texts, _MOST_ALTERNATIVES):
                 if not expected == remedy == PLACEHOLDER:
                     yield MessageEntry(_ANY if argument == PLACEHOLDER else argument, expected, remedy)
+        elif function in _ERRORS and len(node.args) == 1:
+            for text in _texts(node.args[0], _scopes(node, parents))[:_MOST_ALTERNATIVES]:
+                if _literal_characters(text) >= _FEWEST_CHARACTERS:
+                    yield ErrorText(function, " ".join(text.split()))
 
 
 def _alternatives(nodes: Sequence[ast.expr], scopes: Sequence[_Scope]) -> Iterable[tuple[str, ...]]:
@@ -214,12 +263,6 @@ def _values(statement: ast.stmt, name: str) -> list[ast.expr]:
 def _joined(parts: Sequence[Sequence[str]]) -> list[str]:
     texts = ("".join(chosen) for chosen in itertools.product(*parts))
     return [_PLACEHOLDERS.sub(PLACEHOLDER, text) for text in itertools.islice(texts, _MOST_ALTERNATIVES)]
-
-
-def _line(entry: MessageEntry, title: str) -> str:
-    """Return a line for a message below a title, which may be a similar argument."""
-    argument = "" if entry.argument == title else f"`{entry.argument}`: "
-    return f"- {argument}expected {_escaped(entry.expected)}; *{_escaped(entry.remedy)}*"
 
 
 def _pattern(part: str) -> re.Pattern[str]:
