@@ -20,7 +20,6 @@ def untagged(output):
     return [re.sub(r"^\[(?:1,)?\d+\]<std(?:out|err)>: ?", "", line) for line in output.splitlines()]
 
 
-@pytest.mark.core
 def test_a_world_smaller_than_promised():
     """Set variables of a launcher that does not run: the process must neither run as 1 of 1 nor wait for ranks."""
     for rank in (0, 2):
@@ -76,7 +75,6 @@ def test_a_process_alone_ends_with_the_exit_code_of_the_error():
     assert job.code == 1 and "\n  ... 1 frame of hvdkit (" in job.output and "ValueError: parts: got" in job.output
 
 
-@pytest.mark.core
 def test_the_report_of_a_rank_names_the_page_about_its_error():
     """It is a line of the traceback's report; the last line names the error."""
     job = run(START + "if hk.rank() == 1:\n    raise hk.NonFiniteError('why')\nhk.barrier()", MPI, 2)

@@ -32,7 +32,6 @@ def test_the_first_use_names_the_command_that_brings_what_is_missing():
         assert job.code == 0 and f"! {missing}" in job.output and command in job.output, job.output
 
 
-@pytest.mark.core
 def test_one_process_needs_no_mpi():
     job = run(
         without("mpi4py")
@@ -46,7 +45,6 @@ FILES = ("array_record", "fsspec", "google_crc32c", "pyarrow", "tenacity")  # of
 TOOLS = ("pandas", "pytest", "scipy", "sklearn")  # of tests and users
 
 
-@pytest.mark.core
 def test_training_needs_no_package_for_files():
     """The programs of the quickstart, and every module that they may use."""
     program = """

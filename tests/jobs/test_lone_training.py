@@ -23,7 +23,6 @@ print("done")
 """
 
 
-@pytest.mark.core
 def test_every_rank_reports_it_at_the_end_of_a_short_program():
     job = run(PROGRAM.replace("EPOCHS", "1"), MPI, 2)
     assert job.code == 0 and job.output.count("done") == 2, job.output

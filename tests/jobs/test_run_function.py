@@ -104,7 +104,6 @@ except hk.HvdkitError as error:
 """
 
 
-@pytest.mark.core
 def test_the_exception_of_the_first_rank_that_failed(tmp_path):
     done = run_program(tmp_path, ERRORS)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -124,7 +123,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("end", [pytest.param(each, marks=pytest.mark.core) if "9" in each else each for each in ENDS])
+@pytest.mark.parametrize("end", ENDS)
 def test_a_rank_that_ends_without_a_result_is_named(tmp_path, end):
     function = f"def f():\n    if hk.init().rank == 1:\n        {end}\n"
     done = run_program(tmp_path, f"import ctypes, os, sys, threading\nimport hvdkit as hk\n{function}hk.run(f)\n")

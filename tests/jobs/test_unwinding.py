@@ -19,10 +19,10 @@ MARKS = ("closed", "finally", "first-handler", "kept", "last-handler")
 DISK, NAN = "failed: ValueError: the disk is full", "failed: NonFiniteError: the loss is NaN"
 JOBS = [
     ("graph", "mpirun", 1, DISK),
-    pytest.param("eager", "hvdkit run", 65, NAN, marks=pytest.mark.full),
-    pytest.param("exchange", "horovodrun", 1, DISK, marks=pytest.mark.full),
-    pytest.param("sleep", "horovodrun --gloo", 1, DISK, marks=pytest.mark.full),
-    pytest.param("finally", "mpirun", 1, DISK, marks=pytest.mark.full),
+    ("eager", "hvdkit run", 65, NAN),
+    ("exchange", "horovodrun", 1, DISK),
+    ("sleep", "horovodrun --gloo", 1, DISK),
+    ("finally", "mpirun", 1, DISK),
     pytest.param("sleep", "mpirun", 1, DISK, marks=pytest.mark.nightly),
     pytest.param("eager", "horovodrun --gloo", 1, NAN, marks=pytest.mark.nightly),
     pytest.param("sleep", "hvdkit run", 1, DISK, marks=pytest.mark.nightly),
@@ -42,7 +42,6 @@ def run(kind, launcher):
 endings = started(run, "kind", "launcher")
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(("kind", "launcher", "code", "cause"), JOBS)
 def test_files_finally_clauses_and_handlers(endings, kind, launcher, code, cause):
     got, output, found = endings[kind, launcher].result()

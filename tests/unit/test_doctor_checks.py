@@ -34,6 +34,7 @@ def test_identify_mpi():
         assert str(identify(text)) == expected, text
 
 
+@pytest.mark.full
 def test_two_mpi_libraries_are_a_problem(here):
     other = "/opt/mpich/lib/libmpi.so.12"
     stages = {"mpi4py": {**here.mpi4py["mpi4py"], "libmpi": [other]}}

@@ -66,6 +66,7 @@ def test_a_run_that_sigterm_ends_says_that_nothing_was_saved():
     assert done.returncode == -signal.SIGTERM and done.stderr.count(ENDED) == 1, done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "act",
     [

@@ -12,7 +12,11 @@ import pytest
 
 @pytest.mark.parametrize(
     ("variable", "file", "words"),
-    [("jax", None, "KERAS_BACKEND: got jax"), (None, "torch", "keras.json: got torch"), ("tensorflow", "jax", "")],
+    [
+        ("jax", None, "KERAS_BACKEND: got jax"),
+        pytest.param(None, "torch", "keras.json: got torch", marks=pytest.mark.full),
+        pytest.param("tensorflow", "jax", "", marks=pytest.mark.full),
+    ],
 )
 def test_init_names_the_setting_of_another_backend(tmp_path, variable, file, words):
     environment = {name: value for name, value in os.environ.items() if name != "KERAS_BACKEND"}

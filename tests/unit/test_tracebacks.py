@@ -56,7 +56,13 @@ def outcome(folder, *parts):
     return done.returncode, done.stdout, lines[lines.index("Traceback (most recent call last):") :]
 
 
-@pytest.mark.parametrize("call", ["hk.fit(None, np.ones(3))", "print(hk.rank())", "hk.allreduce(1)"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "hk.fit(None, np.ones(3))",
+        *[pytest.param(call, marks=pytest.mark.full) for call in ("print(hk.rank())", "hk.allreduce(1)")],
+    ],
+)
 def test_a_forgotten_init_shows_the_users_lines_and_the_remedy(tmp_path, call):
     code, _, lines = outcome(tmp_path, call, "")
     files = [line.split(", line")[0] for line in lines if line.startswith("  File")]
@@ -66,6 +72,7 @@ def test_a_forgotten_init_shows_the_users_lines_and_the_remedy(tmp_path, call):
     assert code == 1 and lines[-1] == f"hvdkit.errors.ClusterError: hk.init(): {remedy}"
 
 
+@pytest.mark.full
 def test_a_program_that_catches_it_and_calls_init_ends_as_others(tmp_path):
     """Its uncaught errors still set hvdkit's exit codes."""
     caught = "try:\n    hk.rank()\nexcept hk.ClusterError:\n    hk.init()\n    print(hk.size())"
