@@ -111,9 +111,7 @@ def assert_equal(got, expected):
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize(
-    "sharded", [pytest.param(False, marks=pytest.mark.core(2), id="replicated"), pytest.param(True, id="sharded")]
-)
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 def test_a_run_that_is_killed_and_continued_decides_like_one_that_was_not(shared_path, sharded):
     whole, model = train(shared_path, "whole", sharded=sharded)
     assert 4 < len(whole.epoch) < EPOCHS, whole.history  # EarlyStopping has ended it

@@ -96,9 +96,7 @@ def assert_equal(one, other):
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.core(2)] * (name == "masked")) for name in MODELS]
-)
+@pytest.mark.parametrize("name", MODELS)
 def test_gradients_of_loops_and_branches_are_compiled(name, lines):
     make, y = MODELS[name]
     plain = fitted(make, y, jit_compile=False)

@@ -62,7 +62,6 @@ def test_a_run_with_a_seed_equals_one_that_was_not_interrupted(shared_path, shuf
         np.testing.assert_array_equal(got, whole)
 
 
-@pytest.mark.core(2)
 @pytest.mark.filterwarnings("ignore:.*BatchNormalization")
 def test_the_state_of_each_rank_continues(shared_path):
     """Moving statistics, and the gradients that have been accumulated when the run is interrupted."""
@@ -121,7 +120,6 @@ def test_without_a_seed_every_row_is_trained_once_in_each_epoch(shared_path):
     np.testing.assert_array_equal(counts, 2)
 
 
-@pytest.mark.core(2)
 def test_every_epoch_of_a_dataset_is_trained_to_its_end(shared_path):
     """Batches that were repeated are no part of later epochs."""
     for after in (30, 50 + 30):

@@ -590,7 +590,7 @@ def values_at(ids, width):
 @pytest.mark.parametrize(
     ("reduce", "partition", "has_bias"),
     [
-        pytest.param(tf.reduce_sum, "mod", False, marks=pytest.mark.core(2)),
+        (tf.reduce_sum, "mod", False),
         (tf.reduce_sum, "column", False),
         (tf.reduce_sum, "div", True),
         (tf.reduce_mean, "mod", False),

@@ -44,6 +44,7 @@ def test_two_mpi_libraries_are_a_problem(here):
     assert here.training["horovod"]["libmpi"][0] in found.remedy
 
 
+@pytest.mark.full
 def test_an_mpirun_of_another_mpi(here):
     assert mpi_checks.mpirun(here).status == "ok"
     for of, status in ((Mpi("MPICH", "5.0.2"), "problem"), (Mpi("Open MPI", "4.0.0"), "warning")):

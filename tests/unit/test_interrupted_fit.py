@@ -55,6 +55,7 @@ def run(act):
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.full
 def test_a_run_that_sigterm_ends_says_that_nothing_was_saved():
     """As after Ctrl-C under mpirun, which sends SIGTERM; the main thread may be blocked in a collective."""
     done = run("os.kill(os.getpid(), signal.SIGTERM); time.sleep(100)")

@@ -75,6 +75,15 @@ MAY_IMPORT = {
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if PACKAGE / "commands/new/project" not in path.parents)
 
 
+def tree_of(path: Path) -> ast.Module:
+    return _parsed(path.read_text())
+
+
+@functools.cache
+def _parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
 def part_of(path: Path) -> str:
     """Return the module or subpackage of hvdkit that a file belongs to."""
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
@@ -98,7 +107,7 @@ def stands_alone(name: str) -> bool:
 
 def imports_of(path: Path) -> Iterator[tuple[int, str]]:
     """Yield line and dotted name of every import at any level, ``if TYPE_CHECKING`` included."""
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -184,7 +193,7 @@ def state_of(path: Path) -> set[str]:
 
     A dict that is declared as a Mapping is a constant: mypy rejects changes.
     """
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     classes = {c.name for c in tree.body if isinstance(c, ast.ClassDef) and "frozen=True" not in ast.unparse(c)}
     found = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
     for node in tree.body:
@@ -201,7 +210,7 @@ def state_of(path: Path) -> set[str]:
 def test_no_mutable_state_is_shared_between_layers():
     found = set()
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("hvdkit."):
                 source = ROOT.joinpath(*node.module.split(".")).with_suffix(".py")
                 if source.exists() and part_of(source) != part_of(path):
@@ -237,7 +246,7 @@ def test_the_check_sees_a_breach(tmp_path, monkeypatch):
 
 def private_names(path: Path) -> Iterator[str]:
     """Yield the imports of names that Keras and TensorFlow do not publish, also those in the text of a program."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         found = []
         if isinstance(node, ast.Import):
             found = [alias.name for alias in node.names]
@@ -256,10 +265,10 @@ def test_private_names_are_imported_in_one_file():
 def test_private_names_exist():
     """Each name of the table, and none that no file imports."""
     assert not [name for name in internals._HOMES if getattr(internals, name) is None]
-    tree = ast.parse((PACKAGE / "internals.py").read_text())
+    tree = tree_of(PACKAGE / "internals.py")
     typed = {alias.asname for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert set(internals._HOMES) == {name for name in typed if name}
-    nodes = [node for path in FILES for node in ast.walk(ast.parse(path.read_text()))]
+    nodes = [node for path in FILES for node in ast.walk(tree_of(path))]
     imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "hvdkit.internals"]
     assert set(internals._HOMES) == {alias.name for node in imports for alias in node.names}
 
@@ -276,7 +285,7 @@ FRAME_FUNCTIONS = {"_getframe", "currentframe", "_current_frames"}
 def test_frames_are_read_for_messages_only():
     readers = set()
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
             is_stack = isinstance(node, ast.Attribute) and ast.unparse(node) in ("inspect.stack", "inspect.trace")
             imported = {alias.name for alias in node.names} if isinstance(node, ast.ImportFrom) else set()
@@ -288,7 +297,7 @@ def test_frames_are_read_for_messages_only():
 def test_no_patches_of_other_packages():
     """hvdkit does not assign to attributes of keras, tensorflow or horovod."""
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             for target in targets:
                 root = target
@@ -310,7 +319,7 @@ def test_a_name_stands_for_one_thing():
     for path in FILES:
         if path.stem not in SAME_PART:
             modules[path.stem].append(path)
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ClassDef):
                 classes[node.name].append(path)
     assert not {name: paths for name, paths in [*classes.items(), *modules.items()] if len(paths) > 1}
@@ -320,7 +329,7 @@ def test_an_assignment_has_one_value_per_line():
     """``a, b = x, y`` saves a line and costs reading; only a swap needs it, whose values read what it assigns."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if (
                 isinstance(node, ast.Assign)
                 and isinstance(node.value, ast.Tuple)
