@@ -25,11 +25,12 @@ from hvdkit.keras.fit_session import FitSession
 from hvdkit.keras.model_optimizers import optimizers_of
 from hvdkit.keras.row_gathering import gather_rows
 from hvdkit.keras.shares import Shares
-from hvdkit.keras.supervisor_callback import SupervisorCallback, end_epoch, join_fit, restored_of_ranks, steps_begun
+from hvdkit.keras.supervisor_callback import SupervisorCallback, end_epoch, join_fit, steps_begun
 from hvdkit.keras.trained_epochs import TrainedEpochs
 from hvdkit.layers.batch_norm import check_batch_normalization
 from hvdkit.machine.terminal import on_terminal
 from hvdkit.sharding.variables import compare_variables
+from hvdkit.supervisor.session import restored_of_ranks
 
 T = TypeVar("T")
 # Callbacks that write files or connect to a server.

@@ -11,7 +11,6 @@ import keras
 
 from hvdkit import cluster
 from hvdkit.checkpoint.files import RunPath, run_path
-from hvdkit.checkpoint.state import flatten
 from hvdkit.cluster.agreement import gather
 from hvdkit.cluster.logs import get_logger
 from hvdkit.data.position import ArrayPosition
@@ -316,14 +315,3 @@ class _Epoch:
     def restore(self, state: dict[str, int]) -> None:
         """Continue from a saved ``state``."""
         self.begin(state["number"], state["first_step"])
-
-
-def restored_of_ranks(session: Supervisor) -> list[AnyVariable]:
-    """Return the variables of which each rank has restored its own value: none if the run has begun here.
-
-    They are moving statistics, accumulated gradients, and states of random generators.
-    """
-    if session.restored_from is None:
-        return []
-    tensors = flatten(session._state()).tensors.values()
-    return [t.variable for t in tensors if t.kind == "per_rank" and t.variable is not None]

@@ -12,8 +12,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdkit.checkpoint.state import flatten
 from hvdkit.errors import CorruptCheckpointError, describe, integer
 from hvdkit.internals import global_seed_generator
+from hvdkit.sharding.shards import AnyVariable
 
 
 class RandomGenerators:
@@ -150,3 +152,15 @@ def current_rate(optimizer: Any) -> float | None:
     """Return the learning rate that ``optimizer`` keeps in a variable; None if it uses a schedule."""
     rate = getattr(getattr(optimizer, "inner_optimizer", optimizer), "_learning_rate", None)
     return float(np.asarray(rate)) if isinstance(rate, keras.Variable) else None
+
+
+def variables_of_ranks(state: Mapping[str, Any]) -> list[AnyVariable]:
+    """Return the variables of which each rank saves its own value.
+
+    They are moving statistics, accumulated gradients, and states of random generators.
+
+    Args:
+        state: what a Supervisor saves.
+    """
+    tensors = flatten(state).tensors.values()
+    return [t.variable for t in tensors if t.kind == "per_rank" and t.variable is not None]

@@ -17,6 +17,7 @@ from hvdkit.layers import average_moving_statistics, synchronize_batch_normaliza
 from hvdkit.optimizer.equal_ranks import note_equal
 from hvdkit.optimizer.mixins import ranks_of
 from hvdkit.sharding.shards import AnyVariable
+from hvdkit.supervisor import saved_state
 from hvdkit.supervisor.agreements import Agreements
 from hvdkit.supervisor.divergence import DivergenceDetector, replicated
 from hvdkit.supervisor.lockstep import lockstep
@@ -171,8 +172,6 @@ class Supervisor:
         self._is_reported_by_fit = False
         self.trained: RunSummary | None = None
         self._start = RunStart(step=0)
-
-    # ---- the session ------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Supervisor:
         for failed in list(_in_fit):
@@ -432,12 +431,9 @@ class Supervisor:
         """
         return self._agreements.stopping
 
-    # ---- internals --------------------------------------------------------------------------------------------
-
     def _require_open(self) -> None:
         if not self._open:
-            remedy = "write `with hk.Supervisor(...) as sv:` around the loop"
-            raise HvdkitError(f"Supervisor: used outside its session; {remedy}")
+            raise HvdkitError("Supervisor: used outside its session; put the loop in `with hk.Supervisor(...) as sv:`")
 
     def _check_permitted(self) -> None:
         """Before a checkpoint is complete, on the chief: the logdir is still locked, and the summaries are there."""
@@ -447,3 +443,8 @@ class Supervisor:
     def _begin_save(self) -> RunPath:
         self._summaries.flush()
         return self._saver.begin(self.global_step)
+
+
+def restored_of_ranks(session: Supervisor) -> list[AnyVariable]:
+    """Return the variables of which each rank has restored its own value: none if the run has begun here."""
+    return [] if session.restored_from is None else saved_state.variables_of_ranks(session._state())
