@@ -11,7 +11,11 @@ from typing import Any
 
 _TAIL_LINES = 40
 VERDICT = "verdict.txt"
-"""File in the run's folder with the reason for which hvdkit's watchdog ended it; pytest would capture the output."""
+"""File in the run's folder with what hvdkit's watchdog wrote; pytest would capture it.
+
+It is the reason for which the watchdog ended the ranks, or a report of ranks that wait for another one for half a
+minute, as they may on a slow machine.
+"""
 _NOISE = re.compile(r"/_pytest/|/pluggy/|/pytest/__main__|<frozen runpy>|^Extension modules:|^\s*$")
 
 
@@ -21,7 +25,7 @@ class Launch:
 
     ``failures`` maps a test's id, or the name of a problem outside the tests, to the details of each rank.
     ``test_seconds`` has the seconds of the slowest rank, and ``processes`` counts the ranks and the processes that
-    tests started, without those that these started in turn.
+    tests started, without those that these started in turn. ``watchdog`` is what the watchdog wrote.
     """
 
     name: str
@@ -37,6 +41,7 @@ class Launch:
     not_run: int = 0
     test_seconds: dict[str, float] = field(default_factory=dict)
     processes: int = 0
+    watchdog: str = ""
 
     def read(self) -> None:
         """Read the ranks' records into ``passed``, ``skipped`` and ``failures``."""
@@ -58,12 +63,15 @@ class Launch:
                 else:
                     self.passed.append(test)
         whole = [rank for rank, lines in enumerate(ranks) if any("ended" in line for line in lines)]
+        self.watchdog = _tail(self.folder / VERDICT)
         if len(whole) < self.size or self.stalled is not None:
             self._read_end(ranks, whole)
         elif self.exit_code not in (0, 1, 2, 5) or (self.exit_code in (1, 2) and not self.failures):
             self.failures["the launcher"] = {0: f"exit code {self.exit_code}\n{_tail(self.folder / 'launcher.out')}"}
-        if verdict := _tail(self.folder / VERDICT):
-            self.failures["the watchdog"] = {0: verdict}
+        else:
+            return
+        if self.watchdog:
+            self.failures["the watchdog"] = {0: self.watchdog}
 
     def _read_end(self, ranks: list[list[dict[str, Any]]], whole: list[int]) -> None:
         """Record the ranks that did not exit normally, and the test that each was running."""
@@ -131,6 +139,8 @@ def report(launch: Launch) -> str:
     for reason in dict.fromkeys(launch.skipped.values()):
         tests = [test for test, why in launch.skipped.items() if why == reason]
         blocks.append(f"  skipped {len(tests)}: {reason.removeprefix('Skipped: ')}")
+    if launch.watchdog and "the watchdog" not in launch.failures:
+        blocks.append(f"  the watchdog wrote:\n{launch.watchdog}")
     return "\n".join(blocks)
 
 

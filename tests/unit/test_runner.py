@@ -66,6 +66,16 @@ def test_every_rank_has_to_pass_and_a_test_counts_once(tmp_path):
     assert reason(launch.failures["the watchdog"]) == "rank 0: rank 1 is late"
 
 
+def test_ranks_that_waited_long_and_then_passed_have_not_failed(tmp_path):
+    for rank in range(2):
+        (tmp_path / f"rank-{rank}.jsonl").write_text('{"test": "a", "outcome": "passed"}\n{"ended": 0}\n')
+    (tmp_path / VERDICT).write_text("[rank 1] has waited for rank 0 for 30 s in barrier()\n")
+    launch = Launch("np=2", 2, [], tmp_path, exit_code=0)
+    launch.read()
+    assert launch.passed == ["a"] and not launch.failures
+    assert report(launch) == "  the watchdog wrote:\n[rank 1] has waited for rank 0 for 30 s in barrier()"
+
+
 def test_no_test_begins_after_the_limit(tmp_path, monkeypatch):
     monkeypatch.setenv(UNTIL, "0")
     command = [sys.executable, "-m", "pytest", "--tier", "core", "tests/unit/test_layers.py"]
