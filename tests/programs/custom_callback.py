@@ -1,4 +1,6 @@
-"""A custom callback: it reads the logs of each batch, predicts after each epoch, and stops training."""
+"""A custom callback: it reads the logs of each batch, predicts after each
+epoch, and stops training.
+"""
 
 import keras
 import numpy as np
@@ -6,7 +8,7 @@ from keras import layers
 
 
 class Watch(keras.callbacks.Callback):
-    """Record losses of batches and a prediction per epoch; stop below a loss."""
+    """Record batches' losses, a prediction per epoch; stop below a loss."""
 
     def __init__(self, probe, target):
         super().__init__()
@@ -26,7 +28,9 @@ class HalveRate(keras.callbacks.Callback):
     """Halve the learning rate after each epoch."""
 
     def on_epoch_end(self, epoch, logs=None):
-        self.model.optimizer.learning_rate = self.model.optimizer.learning_rate * 0.5
+        self.model.optimizer.learning_rate = (
+            self.model.optimizer.learning_rate * 0.5
+        )
 
 
 keras.utils.set_random_seed(51)

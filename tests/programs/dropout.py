@@ -1,4 +1,6 @@
-"""Dropout and augmentation: each rank draws its own masks, so that N ranks come close to one process."""
+"""Dropout and augmentation: each rank draws its own masks, so that N ranks
+come close to one process.
+"""
 
 import keras
 import numpy as np
@@ -21,6 +23,8 @@ model = keras.Sequential(
     ]
 )
 model.compile(keras.optimizers.SGD(0.002), "mse")
-history = model.fit(x, y, batch_size=24, epochs=4, validation_data=(x, y), verbose=0)
+history = model.fit(
+    x, y, batch_size=24, epochs=4, validation_data=(x, y), verbose=0
+)
 
 result = {"history": history.history, "weights": model.get_weights()}

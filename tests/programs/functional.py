@@ -1,4 +1,6 @@
-"""A functional residual network for regression, with validation data and an optimizer given by name."""
+"""A functional residual network for regression, with validation data and an
+optimizer given by name.
+"""
 
 import keras
 import numpy as np
@@ -15,8 +17,21 @@ hidden = layers.Dense(12, activation="tanh")(inputs)
 residual = layers.add([hidden, layers.Dense(12, activation="tanh")(hidden)])
 outputs = layers.Dense(1)(residual)
 model = keras.Model(inputs, outputs)
-model.compile("adam", "mse", metrics=["mae", keras.metrics.RootMeanSquaredError()])
-history = model.fit(x_train, y_train, batch_size=20, epochs=4, validation_data=(x_test, y_test), verbose=2)
+model.compile(
+    "adam", "mse", metrics=["mae", keras.metrics.RootMeanSquaredError()]
+)
+history = model.fit(
+    x_train,
+    y_train,
+    batch_size=20,
+    epochs=4,
+    validation_data=(x_test, y_test),
+    verbose=2,
+)
 score = model.evaluate(x_test, y_test, verbose=0, return_dict=True)
 
-result = {"history": history.history, "weights": model.get_weights(), "score": score}
+result = {
+    "history": history.history,
+    "weights": model.get_weights(),
+    "score": score,
+}

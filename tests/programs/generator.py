@@ -16,7 +16,9 @@ rng = np.random.default_rng(57)
 x = rng.normal(size=(43, 4)).astype("float32")
 y = x[:, 1:2] * x[:, 2:3]
 
-model = keras.Sequential([keras.Input((4,)), layers.Dense(8, activation="tanh"), layers.Dense(1)])
+model = keras.Sequential(
+    [keras.Input((4,)), layers.Dense(8, activation="tanh"), layers.Dense(1)]
+)
 model.compile(keras.optimizers.Adam(0.02), "mse")
 history = model.fit(
     batches(x[:33], y[:33], 9),
@@ -28,4 +30,8 @@ history = model.fit(
 )
 outputs = model.predict(batches(x, y, 9), steps=5, verbose=0)
 
-result = {"history": history.history, "weights": model.get_weights(), "outputs": outputs}
+result = {
+    "history": history.history,
+    "weights": model.get_weights(),
+    "outputs": outputs,
+}

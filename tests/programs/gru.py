@@ -15,7 +15,13 @@ masked = layers.Masking(-1.0)(inputs)
 hidden = layers.GRU(6, return_sequences=True)(masked)
 outputs = layers.Dense(1)(layers.GRU(5)(hidden))
 model = keras.Model(inputs, outputs)
-model.compile(keras.optimizers.RMSprop(0.01), loss=keras.losses.LogCosh(), metrics=["mse", keras.metrics.R2Score()])
-history = model.fit(x, y, batch_size=16, epochs=2, validation_data=(x[:20], y[:20]), verbose=0)
+model.compile(
+    keras.optimizers.RMSprop(0.01),
+    loss=keras.losses.LogCosh(),
+    metrics=["mse", keras.metrics.R2Score()],
+)
+history = model.fit(
+    x, y, batch_size=16, epochs=2, validation_data=(x[:20], y[:20]), verbose=0
+)
 
 result = {"history": history.history, "weights": model.get_weights()}

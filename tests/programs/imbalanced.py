@@ -1,4 +1,6 @@
-"""Fraud in imbalanced data: counts, Precision, Recall, AUC and F1 for training and validation."""
+"""Fraud in imbalanced data: counts, Precision, Recall, AUC and F1 for
+training and validation.
+"""
 
 import keras
 import numpy as np
@@ -9,7 +11,13 @@ rng = np.random.default_rng(38)
 x = rng.normal(size=(90, 7)).astype("float32")
 y = (x[:, :2].sum(axis=1, keepdims=True) > 1.6).astype("float32")
 
-model = keras.Sequential([keras.Input((7,)), layers.Dense(8, activation="relu"), layers.Dense(1, activation="sigmoid")])
+model = keras.Sequential(
+    [
+        keras.Input((7,)),
+        layers.Dense(8, activation="relu"),
+        layers.Dense(1, activation="sigmoid"),
+    ]
+)
 metrics = [
     keras.metrics.FalseNegatives(name="fn"),
     keras.metrics.FalsePositives(name="fp"),
@@ -22,7 +30,11 @@ metrics = [
     keras.metrics.F1Score(name="f1", threshold=0.5),
     keras.metrics.PrecisionAtRecall(0.5, name="precision_at_recall"),
 ]
-model.compile(optimizer=keras.optimizers.Adam(1e-2), loss="binary_crossentropy", metrics=metrics)
+model.compile(
+    optimizer=keras.optimizers.Adam(1e-2),
+    loss="binary_crossentropy",
+    metrics=metrics,
+)
 history = model.fit(
     x,
     y,
@@ -34,4 +46,8 @@ history = model.fit(
 )
 score = model.evaluate(x, y, verbose=0, return_dict=True)
 
-result = {"history": history.history, "weights": model.get_weights(), "score": score}
+result = {
+    "history": history.history,
+    "weights": model.get_weights(),
+    "score": score,
+}

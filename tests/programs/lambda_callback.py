@@ -1,4 +1,6 @@
-"""LambdaCallback: one that sets a variable of the loss for each epoch, and one that takes notes."""
+"""LambdaCallback: one that sets a variable of the loss for each epoch, and
+one that takes notes.
+"""
 
 import keras
 import numpy as np
@@ -17,12 +19,28 @@ def loss(y_true, y_pred):
 
 
 seen = []
-model = keras.Sequential([keras.Input((4,)), layers.Dense(5, activation="softsign"), layers.Dense(1)])
+model = keras.Sequential(
+    [
+        keras.Input((4,)),
+        layers.Dense(5, activation="softsign"),
+        layers.Dense(1),
+    ]
+)
 model.compile(keras.optimizers.Adadelta(1.0), loss)
 callbacks = [
-    keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: weight.assign(0.1 * epoch)),
-    keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append((epoch, logs["loss"]))),
+    keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: weight.assign(0.1 * epoch)
+    ),
+    keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: seen.append((epoch, logs["loss"]))
+    ),
 ]
-history = model.fit(x, y, batch_size=16, epochs=3, callbacks=callbacks, verbose=0)
+history = model.fit(
+    x, y, batch_size=16, epochs=3, callbacks=callbacks, verbose=0
+)
 
-result = {"history": history.history, "weights": model.get_weights(), "seen": seen}
+result = {
+    "history": history.history,
+    "weights": model.get_weights(),
+    "seen": seen,
+}

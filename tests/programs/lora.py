@@ -18,12 +18,20 @@ model = keras.Sequential(
         layers.Dense(3, activation="softmax"),
     ]
 )
-model.compile(keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy", metrics=["accuracy"])
+model.compile(
+    keras.optimizers.Adam(0.01),
+    "sparse_categorical_crossentropy",
+    metrics=["accuracy"],
+)
 pretrained = model.fit(tokens, labels, batch_size=20, epochs=2, verbose=0)
 
 model.get_layer("tokens").enable_lora(rank=2)
 model.get_layer("hidden").enable_lora(rank=2)
-model.compile(keras.optimizers.AdamW(0.02), "sparse_categorical_crossentropy", metrics=["accuracy"])
+model.compile(
+    keras.optimizers.AdamW(0.02),
+    "sparse_categorical_crossentropy",
+    metrics=["accuracy"],
+)
 tuned = model.fit(tokens, 2 - labels, batch_size=20, epochs=2, verbose=0)
 
 result = {

@@ -6,7 +6,9 @@ from keras import layers
 
 keras.utils.set_random_seed(18)
 rng = np.random.default_rng(18)
-reviews = [rng.integers(1, 30, rng.integers(3, 15)).tolist() for _ in range(60)]
+reviews = [
+    rng.integers(1, 30, rng.integers(3, 15)).tolist() for _ in range(60)
+]
 labels = np.array([sum(review) % 2 for review in reviews])
 x = keras.utils.pad_sequences(reviews, maxlen=12)
 
@@ -18,8 +20,16 @@ model = keras.Sequential(
         layers.Dense(1, activation="sigmoid"),
     ]
 )
-model.compile(keras.optimizers.Adam(0.01), "binary_crossentropy", metrics=["accuracy"])
-history = model.fit(x, labels, batch_size=16, epochs=2, validation_split=0.2, verbose=0)
+model.compile(
+    keras.optimizers.Adam(0.01), "binary_crossentropy", metrics=["accuracy"]
+)
+history = model.fit(
+    x, labels, batch_size=16, epochs=2, validation_split=0.2, verbose=0
+)
 score = model.evaluate(x, labels, verbose=0)
 
-result = {"history": history.history, "weights": model.get_weights(), "score": score}
+result = {
+    "history": history.history,
+    "weights": model.get_weights(),
+    "score": score,
+}

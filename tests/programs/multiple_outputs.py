@@ -17,9 +17,13 @@ y = {
 
 title = keras.Input((6,), name="title", dtype="int32")
 tags = keras.Input((4,), name="tags")
-features = layers.concatenate([layers.GlobalAveragePooling1D()(layers.Embedding(20, 5)(title)), tags])
+features = layers.concatenate(
+    [layers.GlobalAveragePooling1D()(layers.Embedding(20, 5)(title)), tags]
+)
 outputs = {
-    "priority": layers.Dense(1, activation="sigmoid", name="priority")(features),
+    "priority": layers.Dense(1, activation="sigmoid", name="priority")(
+        features
+    ),
     "department": layers.Dense(3, name="department")(features),
 }
 model = keras.Model({"title": title, "tags": tags}, outputs)
@@ -27,12 +31,16 @@ model.compile(
     optimizer=keras.optimizers.RMSprop(1e-2),
     loss={
         "priority": keras.losses.BinaryCrossentropy(),
-        "department": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        "department": keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True
+        ),
     },
     loss_weights={"priority": 1.0, "department": 0.2},
     metrics={"priority": ["mae"], "department": ["accuracy"]},
 )
-history = model.fit(x, y, epochs=3, batch_size=16, validation_split=0.25, verbose=0)
+history = model.fit(
+    x, y, epochs=3, batch_size=16, validation_split=0.25, verbose=0
+)
 predictions = model.predict(x, verbose=0)
 score = model.evaluate(x, y, verbose=0, return_dict=True)
 

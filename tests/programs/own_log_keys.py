@@ -1,4 +1,6 @@
-"""A train_step that returns plain tensors, not metrics: fit's History holds those of each epoch's last batch."""
+"""A train_step that returns plain tensors, not metrics: fit's History holds
+those of each epoch's last batch.
+"""
 
 import keras
 import numpy as np
@@ -14,7 +16,10 @@ class Logged(keras.Model):
         with tf.GradientTape() as tape:
             losses = ops.square(self(x, training=True) - y)
             loss = ops.mean(losses)
-        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        self.optimizer.apply(
+            tape.gradient(loss, self.trainable_variables),
+            self.trainable_variables,
+        )
         return {"batch_loss": loss, "absolute": ops.mean(ops.sqrt(losses))}
 
 

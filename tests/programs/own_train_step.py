@@ -1,4 +1,6 @@
-"""A model with a custom train_step that uses the compiled loss, metrics and optimizer."""
+"""A model with a custom train_step that uses the compiled loss, metrics and
+optimizer.
+"""
 
 import keras
 import numpy as np
@@ -32,7 +34,11 @@ y = (x @ rng.normal(size=(5, 1))).astype("float32")
 inputs = keras.Input((5,))
 outputs = layers.Dense(1)(layers.Dense(8, activation="relu")(inputs))
 model = CustomModel(inputs, outputs)
-model.compile(optimizer=keras.optimizers.SGD(0.05, momentum=0.9), loss="mse", metrics=["mae"])
+model.compile(
+    optimizer=keras.optimizers.SGD(0.05, momentum=0.9),
+    loss="mse",
+    metrics=["mae"],
+)
 history = model.fit(x, y, batch_size=24, epochs=3, verbose=0)
 
 result = {"history": history.history, "weights": model.get_weights()}

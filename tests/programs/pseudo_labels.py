@@ -1,4 +1,6 @@
-"""Semi-supervised learning: the model's own predictions become labels of the next call of fit."""
+"""Semi-supervised learning: the model's own predictions become labels of the
+next call of fit.
+"""
 
 import keras
 import numpy as np
@@ -11,9 +13,21 @@ kinds = rng.integers(0, 3, 84)
 x = (centres[kinds] + rng.normal(size=(84, 5))).astype("float32")
 labelled, unlabelled = slice(0, 24), slice(24, 84)
 
-model = keras.Sequential([keras.Input((5,)), layers.Dense(8, activation="relu"), layers.Dense(3, activation="softmax")])
-model.compile(keras.optimizers.Adam(0.02), "sparse_categorical_crossentropy", metrics=["accuracy"])
-supervised = model.fit(x[labelled], kinds[labelled], batch_size=8, epochs=3, verbose=0)
+model = keras.Sequential(
+    [
+        keras.Input((5,)),
+        layers.Dense(8, activation="relu"),
+        layers.Dense(3, activation="softmax"),
+    ]
+)
+model.compile(
+    keras.optimizers.Adam(0.02),
+    "sparse_categorical_crossentropy",
+    metrics=["accuracy"],
+)
+supervised = model.fit(
+    x[labelled], kinds[labelled], batch_size=8, epochs=3, verbose=0
+)
 
 guesses = model.predict(x[unlabelled], batch_size=16, verbose=0)
 sure = guesses.max(axis=1) > 0.5

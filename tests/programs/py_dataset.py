@@ -1,4 +1,7 @@
-"""A keras.utils.PyDataset, once in order and once with fit's shuffle of its batches."""
+"""A keras.utils.PyDataset, once in order and once with fit's shuffle of its
+batches. A keras.utils.PyDataset, once in order and once with fit's shuffle of
+its batches.
+"""
 
 import math
 
@@ -32,9 +35,21 @@ rng = np.random.default_rng(46)
 x = rng.normal(size=(58, 4)).astype("float32")
 y = (x > 0).sum(axis=1)
 
-model = keras.Sequential([keras.Input((4,)), layers.Dense(8, activation="relu"), layers.Dense(5)])
-model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
-ordered = model.fit(Batches(x, y, 16), epochs=2, shuffle=False, validation_data=Batches(x[:20], y[:20], 8), verbose=0)
+model = keras.Sequential(
+    [keras.Input((4,)), layers.Dense(8, activation="relu"), layers.Dense(5)]
+)
+model.compile(
+    "adam",
+    keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    metrics=["accuracy"],
+)
+ordered = model.fit(
+    Batches(x, y, 16),
+    epochs=2,
+    shuffle=False,
+    validation_data=Batches(x[:20], y[:20], 8),
+    verbose=0,
+)
 shuffled = model.fit(Batches(x, y, 10), epochs=2, verbose=0)
 
 result = {

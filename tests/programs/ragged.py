@@ -11,11 +11,15 @@ class Bag(keras.Model):
 
     def __init__(self):
         super().__init__()
-        self.table = self.add_weight(shape=(20, 6), initializer="random_normal", name="table")
+        self.table = self.add_weight(
+            shape=(20, 6), initializer="random_normal", name="table"
+        )
         self.head = layers.Dense(1)
 
     def call(self, tokens):
-        return self.head(tf.reduce_mean(tf.gather(self.table, tokens), axis=1))
+        return self.head(
+            tf.reduce_mean(tf.gather(self.table, tokens), axis=1)
+        )
 
 
 keras.utils.set_random_seed(49)
@@ -30,4 +34,8 @@ history = model.fit(tokens, y, batch_size=12, epochs=3, verbose=0)
 padded = tf.data.Dataset.from_tensor_slices((tokens, y)).batch(12)
 score = model.evaluate(padded, verbose=0)
 
-result = {"history": history.history, "weights": model.get_weights(), "score": score}
+result = {
+    "history": history.history,
+    "weights": model.get_weights(),
+    "score": score,
+}

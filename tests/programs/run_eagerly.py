@@ -13,8 +13,12 @@ class Eager(keras.Model):
         x, y = data
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
-        gradients = [g.numpy() for g in tape.gradient(loss, self.trainable_variables)]
-        self.optimizer.apply([tf.constant(g) for g in gradients], self.trainable_variables)
+        gradients = [
+            g.numpy() for g in tape.gradient(loss, self.trainable_variables)
+        ]
+        self.optimizer.apply(
+            [tf.constant(g) for g in gradients], self.trainable_variables
+        )
         return {"batch_loss": loss}
 
 
@@ -29,8 +33,12 @@ model.compile(keras.optimizers.SGD(0.1), run_eagerly=True)
 history = model.fit(x, y, batch_size=12, epochs=2, verbose=0)
 
 plain = keras.Sequential([keras.Input((3,)), layers.Dense(1)])
-plain.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True, metrics=["mae"])
-scored = plain.fit(x, y, batch_size=12, epochs=2, validation_split=0.2, verbose=0)
+plain.compile(
+    keras.optimizers.SGD(0.1), "mse", run_eagerly=True, metrics=["mae"]
+)
+scored = plain.fit(
+    x, y, batch_size=12, epochs=2, validation_split=0.2, verbose=0
+)
 
 result = {
     "history": history.history,

@@ -1,4 +1,7 @@
-"""A weight for each row, in training, validation, evaluation and weighted metrics."""
+"""A weight for each row, in training, validation, evaluation and weighted
+metrics. A weight for each row, in training, validation, evaluation and
+weighted metrics.
+"""
 
 import keras
 import numpy as np
@@ -11,12 +14,21 @@ y = (x[:, 0] * 2 > x[:, 1]).astype("float32")
 weights = rng.exponential(size=63).astype("float32")
 weights[::5] = 0
 
-model = keras.Sequential([keras.Input((4,)), layers.Dense(6, activation="relu"), layers.Dense(1, activation="sigmoid")])
+model = keras.Sequential(
+    [
+        keras.Input((4,)),
+        layers.Dense(6, activation="relu"),
+        layers.Dense(1, activation="sigmoid"),
+    ]
+)
 model.compile(
     keras.optimizers.SGD(0.2),
     "binary_crossentropy",
     metrics=["accuracy"],
-    weighted_metrics=[keras.metrics.BinaryAccuracy(name="weighted"), keras.metrics.Recall()],
+    weighted_metrics=[
+        keras.metrics.BinaryAccuracy(name="weighted"),
+        keras.metrics.Recall(),
+    ],
 )
 history = model.fit(
     x[:48],
@@ -29,4 +41,8 @@ history = model.fit(
 )
 score = model.evaluate(x, y, sample_weight=weights, batch_size=20, verbose=0)
 
-result = {"history": history.history, "weights": model.get_weights(), "score": score}
+result = {
+    "history": history.history,
+    "weights": model.get_weights(),
+    "score": score,
+}

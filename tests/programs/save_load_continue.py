@@ -1,4 +1,4 @@
-"""Save a model with its optimizer, load it, and continue with initial_epoch."""
+"""Save a model and its optimizer, load them, continue by initial_epoch."""
 
 import keras
 import numpy as np
@@ -9,7 +9,9 @@ rng = np.random.default_rng(43)
 x = rng.normal(size=(56, 5)).astype("float32")
 y = np.abs(x).sum(axis=1, keepdims=True)
 
-model = keras.Sequential([keras.Input((5,)), layers.Dense(8, activation="relu"), layers.Dense(1)])
+model = keras.Sequential(
+    [keras.Input((5,)), layers.Dense(8, activation="relu"), layers.Dense(1)]
+)
 model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
 first = model.fit(x, y, batch_size=16, epochs=2, verbose=0)
 model.save("model.keras")
@@ -23,5 +25,9 @@ result = {
     "epochs": second.epoch,
     "weights": loaded.get_weights(),
     "iterations": int(loaded.optimizer.iterations),
-    "slots": [np.array(v) for v in loaded.optimizer.variables if "momentum" in v.path],
+    "slots": [
+        np.array(v)
+        for v in loaded.optimizer.variables
+        if "momentum" in v.path
+    ],
 }

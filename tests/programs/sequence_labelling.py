@@ -1,4 +1,6 @@
-"""Named entities: one label per token, padding masked in loss and metrics by mask_zero."""
+"""Named entities: one label per token, padding masked in loss and metrics by
+mask_zero.
+"""
 
 import keras
 import numpy as np
@@ -22,10 +24,17 @@ model.compile(
     optimizer=keras.optimizers.SGD(0.5),
     loss="sparse_categorical_crossentropy",
     metrics=["accuracy"],
-    weighted_metrics=[keras.metrics.SparseCategoricalCrossentropy(name="cross_entropy")],
+    weighted_metrics=[
+        keras.metrics.SparseCategoricalCrossentropy(name="cross_entropy")
+    ],
 )
 history = model.fit(
-    tokens[:44], tags[:44], batch_size=12, epochs=3, validation_data=(tokens[44:], tags[44:]), verbose=0
+    tokens[:44],
+    tags[:44],
+    batch_size=12,
+    epochs=3,
+    validation_data=(tokens[44:], tags[44:]),
+    verbose=0,
 )
 predicted = model.predict(tokens, batch_size=16, verbose=0).argmax(-1)
 

@@ -1,4 +1,6 @@
-"""A dataset with cache, a map that augments by stateless seeds, a shuffle with a seed, and prefetch."""
+"""A dataset with cache, a map that augments by stateless seeds, a shuffle
+with a seed, and prefetch.
+"""
 
 import keras
 import numpy as np
@@ -17,12 +19,27 @@ def jitter(index, row):
     return features + 0.1 * noise, label
 
 
-train = tf.data.Dataset.from_tensor_slices((x[:40], y[:40])).cache().enumerate().map(jitter)
+train = (
+    tf.data.Dataset.from_tensor_slices((x[:40], y[:40]))
+    .cache()
+    .enumerate()
+    .map(jitter)
+)
 train = train.shuffle(40, seed=3).batch(12).prefetch(tf.data.AUTOTUNE)
 test = tf.data.Dataset.from_tensor_slices((x[40:], y[40:])).batch(4)
 
-model = keras.Sequential([keras.Input((4,)), layers.Dense(6, activation="relu"), layers.Dense(2, activation="softmax")])
+model = keras.Sequential(
+    [
+        keras.Input((4,)),
+        layers.Dense(6, activation="relu"),
+        layers.Dense(2, activation="softmax"),
+    ]
+)
 model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
 history = model.fit(train, epochs=3, validation_data=test, verbose=0)
 
-result = {"history": history.history, "weights": model.get_weights(), "score": model.evaluate(test, verbose=0)}
+result = {
+    "history": history.history,
+    "weights": model.get_weights(),
+    "score": model.evaluate(test, verbose=0),
+}

@@ -1,4 +1,6 @@
-"""A siamese network on labelled pairs: the contrastive loss of a pair does not depend on other pairs."""
+"""A siamese network on labelled pairs: the contrastive loss of a pair does
+not depend on other pairs.
+"""
 
 import keras
 import numpy as np
@@ -18,11 +20,21 @@ right = rng.normal(size=(66, 7)).astype("float32")
 different = (rng.random((66, 1)) < 0.5).astype("float32")
 right = np.where(different, right, left + 0.1 * right)
 
-tower = keras.Sequential([keras.Input((7,)), layers.Dense(8, activation="tanh"), layers.Dense(4)])
+tower = keras.Sequential(
+    [keras.Input((7,)), layers.Dense(8, activation="tanh"), layers.Dense(4)]
+)
 a, b = keras.Input((7,)), keras.Input((7,))
-distance = ops.sqrt(ops.maximum(ops.sum(ops.square(tower(a) - tower(b)), axis=1, keepdims=True), 1e-7))
+distance = ops.sqrt(
+    ops.maximum(
+        ops.sum(ops.square(tower(a) - tower(b)), axis=1, keepdims=True), 1e-7
+    )
+)
 siamese = keras.Model([a, b], layers.Dense(1, activation="sigmoid")(distance))
-siamese.compile(loss=contrastive_loss, optimizer=keras.optimizers.RMSprop(0.01), metrics=["accuracy"])
+siamese.compile(
+    loss=contrastive_loss,
+    optimizer=keras.optimizers.RMSprop(0.01),
+    metrics=["accuracy"],
+)
 history = siamese.fit(
     [left[:50], right[:50]],
     different[:50],
@@ -33,4 +45,8 @@ history = siamese.fit(
 )
 similarity = siamese.predict([left, right], verbose=0)
 
-result = {"history": history.history, "weights": siamese.get_weights(), "similarity": similarity}
+result = {
+    "history": history.history,
+    "weights": siamese.get_weights(),
+    "similarity": similarity,
+}

@@ -1,4 +1,6 @@
-"""steps_per_execution: several steps in one call of the compiled function, the last call with fewer."""
+"""steps_per_execution: several steps in one call of the compiled function,
+the last call with fewer.
+"""
 
 import keras
 import numpy as np
@@ -9,10 +11,19 @@ rng = np.random.default_rng(54)
 x = rng.normal(size=(76, 4)).astype("float32")
 y = (x**2).sum(axis=1, keepdims=True)
 
-model = keras.Sequential([keras.Input((4,)), layers.Dense(8, activation="relu"), layers.Dense(1)])
-model.compile(keras.optimizers.Adam(0.02), "mse", metrics=["mae"], steps_per_execution=3)
+model = keras.Sequential(
+    [keras.Input((4,)), layers.Dense(8, activation="relu"), layers.Dense(1)]
+)
+model.compile(
+    keras.optimizers.Adam(0.02), "mse", metrics=["mae"], steps_per_execution=3
+)
 history = model.fit(x, y, batch_size=16, epochs=3, verbose=0)
 score = model.evaluate(x, y, batch_size=16, verbose=0)
 outputs = model.predict(x, batch_size=16, verbose=0)
 
-result = {"history": history.history, "weights": model.get_weights(), "score": score, "outputs": outputs}
+result = {
+    "history": history.history,
+    "weights": model.get_weights(),
+    "score": score,
+    "outputs": outputs,
+}

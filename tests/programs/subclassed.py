@@ -36,7 +36,12 @@ keras.utils.set_random_seed(3)
 rng = np.random.default_rng(3)
 x = rng.normal(size=(80, 10)).astype("float32")
 y = rng.integers(0, 4, 80)
-train = tf.data.Dataset.from_tensor_slices((x[:64], y[:64])).shuffle(64).batch(16).prefetch(2)
+train = (
+    tf.data.Dataset.from_tensor_slices((x[:64], y[:64]))
+    .shuffle(64)
+    .batch(16)
+    .prefetch(2)
+)
 test = tf.data.Dataset.from_tensor_slices((x[64:], y[64:])).batch(16)
 
 model = Classifier()
@@ -48,4 +53,8 @@ model.compile(
 history = model.fit(train, epochs=3, validation_data=test, verbose=0)
 logits = model.predict(test, verbose=0)
 
-result = {"history": history.history, "weights": model.get_weights(), "logits": logits}
+result = {
+    "history": history.history,
+    "weights": model.get_weights(),
+    "logits": logits,
+}

@@ -1,4 +1,6 @@
-"""Losses that are sums: reduction="sum", and a function that returns one number for the batch."""
+"""Losses that are sums: reduction="sum", and a function that returns one
+number for the batch.
+"""
 
 import keras
 import numpy as np
@@ -16,13 +18,21 @@ y = x.sum(axis=1, keepdims=True)
 
 
 def build(loss, rate):
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(6, activation="tanh"), layers.Dense(1)])
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.Dense(6, activation="tanh"),
+            layers.Dense(1),
+        ]
+    )
     model.compile(keras.optimizers.SGD(rate), loss)
     return model
 
 
 summed = build(keras.losses.MeanSquaredError(reduction="sum"), 0.005)
-history = summed.fit(x, y, batch_size=16, epochs=3, validation_data=(x[:11], y[:11]), verbose=0)
+history = summed.fit(
+    x, y, batch_size=16, epochs=3, validation_data=(x[:11], y[:11]), verbose=0
+)
 scalar = build(mean_of_batch, 0.1)
 scalars = scalar.fit(x, y, batch_size=16, epochs=3, verbose=0)
 

@@ -18,7 +18,17 @@ model = keras.Sequential(
         layers.Dense(2, activation="softmax"),
     ]
 )
-model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy", metrics=["accuracy"])
-history = model.fit(x, y, batch_size=16, epochs=3, validation_data=(x[:20], y[:20]), verbose=0)
+model.compile(
+    keras.optimizers.SGD(0.1),
+    "sparse_categorical_crossentropy",
+    metrics=["accuracy"],
+)
+history = model.fit(
+    x, y, batch_size=16, epochs=3, validation_data=(x[:20], y[:20]), verbose=0
+)
 
-result = {"history": history.history, "weights": model.get_weights(), "outputs": model.predict(x, verbose=0)}
+result = {
+    "history": history.history,
+    "weights": model.get_weights(),
+    "outputs": model.predict(x, verbose=0),
+}

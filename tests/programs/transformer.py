@@ -1,4 +1,6 @@
-"""A text classifier with one transformer block and positions, both custom layers."""
+"""A text classifier with one transformer block and positions, both custom
+layers.
+"""
 
 import keras
 import numpy as np
@@ -6,12 +8,16 @@ from keras import layers, ops
 
 
 class TransformerBlock(layers.Layer):
-    """Attention and a feed-forward network, each with a residual and a layer norm."""
+    """Attention and a feed-forward network, each with a residual."""
 
     def __init__(self, embed_dim, num_heads, ff_dim):
         super().__init__()
-        self.attention = layers.MultiHeadAttention(num_heads=num_heads, key_dim=embed_dim // num_heads)
-        self.feed_forward = keras.Sequential([layers.Dense(ff_dim, activation="relu"), layers.Dense(embed_dim)])
+        self.attention = layers.MultiHeadAttention(
+            num_heads=num_heads, key_dim=embed_dim // num_heads
+        )
+        self.feed_forward = keras.Sequential(
+            [layers.Dense(ff_dim, activation="relu"), layers.Dense(embed_dim)]
+        )
         self.norm1 = layers.LayerNormalization(epsilon=1e-6)
         self.norm2 = layers.LayerNormalization(epsilon=1e-6)
 
@@ -38,10 +44,18 @@ x = rng.integers(0, 25, (56, 8))
 y = (x[:, 0] > x[:, 1]).astype("int32")
 
 inputs = keras.Input((8,), dtype="int32")
-hidden = TransformerBlock(8, 2, 16)(TokenAndPositionEmbedding(8, 25, 8)(inputs))
+hidden = TransformerBlock(8, 2, 16)(
+    TokenAndPositionEmbedding(8, 25, 8)(inputs)
+)
 hidden = layers.GlobalAveragePooling1D()(hidden)
 model = keras.Model(inputs, layers.Dense(2, activation="softmax")(hidden))
-model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "sparse_categorical_crossentropy", metrics=["accuracy"])
-history = model.fit(x, y, batch_size=16, epochs=2, validation_data=(x[:24], y[:24]), verbose=0)
+model.compile(
+    keras.optimizers.SGD(0.1, momentum=0.9),
+    "sparse_categorical_crossentropy",
+    metrics=["accuracy"],
+)
+history = model.fit(
+    x, y, batch_size=16, epochs=2, validation_data=(x[:24], y[:24]), verbose=0
+)
 
 result = {"history": history.history, "weights": model.get_weights()}

@@ -1,4 +1,6 @@
-"""A variational autoencoder: KL divergence and reconstruction in its own train_step, noise from a SeedGenerator."""
+"""A variational autoencoder: KL divergence and reconstruction in its own
+train_step, noise from a SeedGenerator.
+"""
 
 import keras
 import numpy as np
@@ -15,7 +17,9 @@ class Sampling(layers.Layer):
 
     def call(self, inputs):
         z_mean, z_log_var = inputs
-        epsilon = keras.random.normal(ops.shape(z_mean), seed=self.seed_generator)
+        epsilon = keras.random.normal(
+            ops.shape(z_mean), seed=self.seed_generator
+        )
         return z_mean + ops.exp(0.5 * z_log_var) * epsilon
 
 
@@ -27,23 +31,38 @@ class VAE(keras.Model):
         self.encoder = encoder
         self.decoder = decoder
         self.total_loss_tracker = keras.metrics.Mean(name="total_loss")
-        self.reconstruction_loss_tracker = keras.metrics.Mean(name="reconstruction_loss")
+        self.reconstruction_loss_tracker = keras.metrics.Mean(
+            name="reconstruction_loss"
+        )
         self.kl_loss_tracker = keras.metrics.Mean(name="kl_loss")
 
     @property
     def metrics(self):
-        return [self.total_loss_tracker, self.reconstruction_loss_tracker, self.kl_loss_tracker]
+        return [
+            self.total_loss_tracker,
+            self.reconstruction_loss_tracker,
+            self.kl_loss_tracker,
+        ]
 
     def train_step(self, data):
         with tf.GradientTape() as tape:
             z_mean, z_log_var, z = self.encoder(data)
             reconstruction = self.decoder(z)
-            reconstruction_loss = ops.mean(ops.sum(keras.losses.binary_crossentropy(data, reconstruction), axis=(1, 2)))
-            kl_loss = -0.5 * (1 + z_log_var - ops.square(z_mean) - ops.exp(z_log_var))
+            reconstruction_loss = ops.mean(
+                ops.sum(
+                    keras.losses.binary_crossentropy(data, reconstruction),
+                    axis=(1, 2),
+                )
+            )
+            kl_loss = -0.5 * (
+                1 + z_log_var - ops.square(z_mean) - ops.exp(z_log_var)
+            )
             kl_loss = ops.mean(ops.sum(kl_loss, axis=1))
             total_loss = reconstruction_loss + kl_loss
         grads = tape.gradient(total_loss, self.trainable_weights)
-        self.optimizer.apply_gradients(zip(grads, self.trainable_weights, strict=True))
+        self.optimizer.apply_gradients(
+            zip(grads, self.trainable_weights, strict=True)
+        )
         self.total_loss_tracker.update_state(total_loss)
         self.reconstruction_loss_tracker.update_state(reconstruction_loss)
         self.kl_loss_tracker.update_state(kl_loss)
@@ -52,13 +71,19 @@ class VAE(keras.Model):
 
 keras.utils.set_random_seed(9)
 rng = np.random.default_rng(9)
-images = (rng.random((64, 8, 8, 1)) < np.linspace(0.1, 0.9, 8)[:, None, None]).astype("float32")
+images = (
+    rng.random((64, 8, 8, 1)) < np.linspace(0.1, 0.9, 8)[:, None, None]
+).astype("float32")
 
 inputs = keras.Input((8, 8, 1))
 hidden = layers.Dense(16, activation="relu")(layers.Flatten()(inputs))
 z_mean = layers.Dense(2, name="z_mean")(hidden)
 z_log_var = layers.Dense(2, name="z_log_var")(hidden)
-encoder = keras.Model(inputs, [z_mean, z_log_var, Sampling()([z_mean, z_log_var])], name="encoder")
+encoder = keras.Model(
+    inputs,
+    [z_mean, z_log_var, Sampling()([z_mean, z_log_var])],
+    name="encoder",
+)
 decoder = keras.Sequential(
     [
         keras.Input((2,)),

@@ -1,4 +1,6 @@
-"""A Wasserstein GAN with gradient penalty: a gradient of a gradient, several critic steps per generator step."""
+"""A Wasserstein GAN with gradient penalty: a gradient of a gradient, several
+critic steps per generator step.
+"""
 
 import keras
 import numpy as np
@@ -34,14 +36,26 @@ class WGAN(keras.Model):
         for _ in range(2):
             with tf.GradientTape() as tape:
                 fake = self.generator(noise, training=True)
-                cost = ops.mean(self.critic(fake, training=True)) - ops.mean(self.critic(real, training=True))
-                d_loss = cost + self.gp_weight * self.gradient_penalty(real, fake, alpha)
+                cost = ops.mean(self.critic(fake, training=True)) - ops.mean(
+                    self.critic(real, training=True)
+                )
+                d_loss = cost + self.gp_weight * self.gradient_penalty(
+                    real, fake, alpha
+                )
             gradients = tape.gradient(d_loss, self.critic.trainable_variables)
-            self.d_optimizer.apply_gradients(zip(gradients, self.critic.trainable_variables, strict=True))
+            self.d_optimizer.apply_gradients(
+                zip(gradients, self.critic.trainable_variables, strict=True)
+            )
         with tf.GradientTape() as tape:
-            g_loss = -ops.mean(self.critic(self.generator(noise, training=True), training=True))
+            g_loss = -ops.mean(
+                self.critic(
+                    self.generator(noise, training=True), training=True
+                )
+            )
         gradients = tape.gradient(g_loss, self.generator.trainable_variables)
-        self.g_optimizer.apply_gradients(zip(gradients, self.generator.trainable_variables, strict=True))
+        self.g_optimizer.apply_gradients(
+            zip(gradients, self.generator.trainable_variables, strict=True)
+        )
         return {"d_loss": d_loss, "g_loss": g_loss}
 
 
@@ -52,13 +66,25 @@ noise = rng.normal(size=(40, 3)).astype("float32")
 alpha = rng.random((40, 1)).astype("float32")
 dataset = tf.data.Dataset.from_tensor_slices((real, noise, alpha)).batch(16)
 
-critic = keras.Sequential([keras.Input((4,)), layers.Dense(8, activation="tanh"), layers.Dense(1)])
-generator = keras.Sequential([keras.Input((3,)), layers.Dense(8, activation="tanh"), layers.Dense(4)])
+critic = keras.Sequential(
+    [keras.Input((4,)), layers.Dense(8, activation="tanh"), layers.Dense(1)]
+)
+generator = keras.Sequential(
+    [keras.Input((3,)), layers.Dense(8, activation="tanh"), layers.Dense(4)]
+)
 wgan = WGAN(critic, generator)
 wgan.compile(
-    d_optimizer=keras.optimizers.Adam(0.002, beta_1=0.5, beta_2=0.9, epsilon=1e-4),
-    g_optimizer=keras.optimizers.Adam(0.002, beta_1=0.5, beta_2=0.9, epsilon=1e-4),
+    d_optimizer=keras.optimizers.Adam(
+        0.002, beta_1=0.5, beta_2=0.9, epsilon=1e-4
+    ),
+    g_optimizer=keras.optimizers.Adam(
+        0.002, beta_1=0.5, beta_2=0.9, epsilon=1e-4
+    ),
 )
 history = wgan.fit(dataset.map(lambda *batch: (batch,)), epochs=3, verbose=0)
 
-result = {"history": history.history, "critic": critic.get_weights(), "generator": generator.get_weights()}
+result = {
+    "history": history.history,
+    "critic": critic.get_weights(),
+    "generator": generator.get_weights(),
+}

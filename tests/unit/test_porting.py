@@ -43,6 +43,7 @@ def test_a_port_is_three_kinds_of_lines():
         made = ports.port(ports.source(name))
         assert made.inserted == 2 and made.calls >= 1 and made.extra == FURTHER.get(name, 0), name
         compile(made.text, name, "exec")
+        assert max(len(line) for line in made.text.splitlines()) <= 85, name  # the site shows it whole
 
 
 def test_every_kind_of_call_is_ported():

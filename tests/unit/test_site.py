@@ -64,6 +64,19 @@ def test_every_page_is_in_the_navigation_once():
     assert [page for page in pages if not any(fnmatch.fnmatch(page, entry) for entry in listed)] == []
 
 
+def test_code_is_shown_whole_next_to_the_navigation():
+    """A screen of 1,280 pixels has room for 85 characters; output is shown as it is printed."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")]
+    blocks = [
+        (page.name, block)
+        for page in pages
+        for language, block in re.findall(r"^ *```(\w*).*?\n(.*?)^ *```$", page.read_text(), re.MULTILINE | re.DOTALL)
+        if language not in {"", "text"}
+    ]
+    assert len(blocks) > 100
+    assert not [(page, line) for page, block in blocks for line in block.splitlines() if len(line) > 85]
+
+
 def test_messages_name_pages_that_exist():
     found = [(file, name) for file in SOURCES for name in re.findall(r"\bdocs/[\w./-]+\.md\b", file.read_text())]
     assert found

@@ -117,7 +117,8 @@ def listing(of: Iterable[Entry]) -> str:
     for entry in of:
         by_anchor[anchor(entry.title)].append(entry)
     parts = []
-    for name in sorted(by_anchor, key=lambda name: (name.lstrip("-").lower(), name)):
+    # An argument whose name depends on the program, "…", comes last.
+    for name in sorted(by_anchor, key=lambda name: (not name.strip("-"), name.lstrip("-").lower(), name)):
         title = min((entry.title for entry in by_anchor[name]), key=len)
         parts += [f"## `{title}`", "\n".join(entry.line(title) for entry in by_anchor[name])]
     return "\n\n".join(parts)
