@@ -108,3 +108,18 @@ def test_a_dumb_terminal_gets_whole_lines_without_escape_sequences(monkeypatch):
     screen.output.feed(0, 1, b"\n")
     screen.output.feed(1, 1, b"\r4/4\n")
     assert screen.written() == "[ranks 0-1] 4/4\r\n"
+
+
+def test_part_of_a_line_does_not_divide_what_ranks_write_alike(monkeypatch):
+    """Python writes the line of a SyntaxError that marks the place in several parts."""
+    screen = Screen(80, monkeypatch)
+    screen.output.feed(0, 2, b'  File "train.py", line 8\n    fit((x)\n    ^', is_starting=True)
+    screen.output.feed(0, 2, b"^\nSyntaxError\n", is_starting=True)
+    screen.output.feed(1, 2, b'  File "train.py", line 8\n    fit((x)\n    ^^\nSyntaxError\n', is_starting=True)
+    lines = ESCAPE.sub("", screen.written()).replace("\r\n", "\n").removesuffix("\n").split("\n")
+    assert [line.rpartition("\r")[2] for line in lines] == [
+        '[ranks 0-1]   File "train.py", line 8',
+        "[ranks 0-1]     fit((x)",
+        "[ranks 0-1]     ^^",
+        "[ranks 0-1] SyntaxError",
+    ]

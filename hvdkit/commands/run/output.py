@@ -105,6 +105,7 @@ class OutputWriter:
         if not self.has_output and (lines or rest) and not rest.startswith(_CHATTER):
             self.has_output = True
             self._show(b"")  # the progress of the start
+        is_rewritten = b"\r" in rest
         # Drop what a progress bar has overwritten. Otherwise the line would grow during the whole training.
         head, _, tail = rest.rstrip(b"\r").rpartition(b"\r")
         rest = (tail or head) + (b"\r" if rest.endswith(b"\r") else b"")
@@ -115,7 +116,7 @@ class OutputWriter:
         self._add(rank, channel, lines, seconds=START_SECONDS if is_starting and channel == 2 else self._seconds)
         if rank == 0 and channel in self._terminals and self._shown != "files":
             bar = visible(rest)
-            if bar:
+            if bar and is_rewritten:  # not part of a line, of which Python writes those of a SyntaxError
                 self._lines.hurry(rank)
                 self._write_lines(time.monotonic())
             self._show(b"[rank 0] " + bar if bar else b"")
