@@ -264,22 +264,19 @@ class _History:
 
     def _abrupt_end(self, time: float, end: Exited) -> Iterator[_Candidate]:
         """Yield the failure of a process that ended without announcing it."""
+        step = end.step
+        busy = end.busy
         if end.stopped is not None:
             time = time - end.stopped
-            code = 137
-            verb = f"was stopped (SIGSTOP) for {end.stopped:.0f} s"
-            cause = ""
+            stopped = f"was stopped (SIGSTOP) for {end.stopped:.0f} s"
+            judged = Judged(cause="", verb=stopped, code=137, step=step, busy=busy)
         elif end.code is None or (end.code == 0 and Training in self.first):
-            code = 137 if end.code is None else 1
-            verb = "failed"
-            cause = DIED
+            judged = Judged(cause=DIED, code=137 if end.code is None else 1, step=step, busy=busy)
         elif end.code:
-            code = shell_code(end.code)
-            verb = how(end.code)
-            cause = ""
+            judged = Judged(cause="", verb=how(end.code), code=shell_code(end.code), step=step, busy=busy)
         else:
             return
-        yield _Candidate(self.rank, time, Judged(cause=cause, verb=verb, code=code, step=end.step, busy=end.busy))
+        yield _Candidate(self.rank, time, judged)
 
     def _early_end(
         self, leaving: RankEvent, all_left: bool, victims: Sequence[tuple[float, int]]
@@ -290,13 +287,12 @@ class _History:
         code = self.exited.code if self.exited is not None else 0
         if code == -signal.SIGKILL and any(one.ordered for one in self.events if one.event is self.exited):
             code = 0  # killed by its sentinel because another rank had failed
+        step = getattr(leaving.event, "step", None)
         if code and (code < 0 or all_left):
             cause = ASKED if code == PREEMPTED else ""
-            verb = how(code)
-            code = shell_code(code)
+            judged = Judged(cause=cause, verb=how(code), code=shell_code(code), step=step)
         elif code:
-            verb = "failed"
-            cause = f"sys.exit({code}) while other ranks continued"
+            judged = Judged(cause=f"sys.exit({code}) while other ranks continued", code=code, step=step)
         else:
             after = bisect.bisect_left(victims, (time, -1))
             before = bisect.bisect_left(victims, (time - _CROSSING_SECONDS, -1))
@@ -310,11 +306,9 @@ class _History:
                 other = victims[before][1]
             else:  # no other rank needed it any more
                 return
-            code = 1
-            verb = "left the job"
-            cause = f"ended before the others: rank {other} still needed it{_SAME_CALLS}"
-        step = getattr(leaving.event, "step", None)
-        yield _Candidate(self.rank, time, Judged(cause=cause, verb=verb, code=code, step=step), since)
+            needed = f"ended before the others: rank {other} still needed it{_SAME_CALLS}"
+            judged = Judged(cause=needed, verb="left the job", code=1, step=step)
+        yield _Candidate(self.rank, time, judged, since)
 
 
 def how(code: int) -> str:

@@ -62,6 +62,29 @@ def test_errors_about_files_are_found_too(capsys, tmp_path):
     assert "checksum differs" in capsys.readouterr().out
 
 
+def test_the_last_line_of_a_job_is_found(capsys):
+    """It says what the watchdog found; the rank, its host and the step are between the parts of the message."""
+    for line, said in (
+        (
+            "rank 2 on node3 was killed by SIGKILL (out of memory?) at step 95; the job ended after 12.3 s",
+            "was killed by",
+        ),
+        (
+            "rank 1 on b hangs at step 2: no progress for 6 s (in load, a.py:4); the stacks of all ranks are above",
+            "hangs",
+        ),
+        ("rank 0 on vm ended with exit code 3, as every rank did: SystemExit: 3", "ended with exit code"),
+        (
+            "rank 3 on node1 left the job: ended before the others: rank 0 still needed it; every rank must",
+            "left the job",
+        ),
+        ("rank 3 on b failed: has not answered for 10 s: its host is down, or the network is cut", "has not answered"),
+    ):
+        found = shown(capsys, f"hvdkit run: {line}")
+        assert found.startswith("## `rank`\n\n- ") and said in found, found
+        assert found.count("\n- ") <= 4, found
+
+
 def test_words_find_the_entries_that_contain_all_of_them(capsys):
     found = shown(capsys, "BATCH_SIZE", "larger")
     entries = re.findall("^- .*", found, re.MULTILINE)

@@ -1,6 +1,7 @@
 """The catalogue of error messages, from the sources, which are installed with hvdkit.
 
-Most messages are calls of ``describe``. Others are the texts of hvdkit's own errors, as of a damaged file.
+Most messages are calls of ``describe``. Others are the texts of hvdkit's own errors, as of a damaged file, and what the
+last line of a job says about a rank.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import NamedTuple
 from hvdkit import errors
 from hvdkit.commands.docs.headings import anchor
 from hvdkit.errors import HvdkitError, describe
+from hvdkit.watchdog.events import Failed
+from hvdkit.watchdog.verdict import Judged
 
 PACKAGE = Path(errors.__file__).parent
 PLACEHOLDER = "…"
@@ -30,6 +33,8 @@ _FEWEST_CHARACTERS = 12
 _MOST_ALTERNATIVES = 12
 # The errors whose texts are listed, besides calls of describe.
 _ERRORS = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, HvdkitError)}
+# Events with which the watchdog says how a rank ended.
+_ENDS = {Failed.__name__, Judged.__name__}
 # A value that is known only when the program runs.
 _UNKNOWN = ast.Constant(None)
 # What Markdown would interpret. An underscore between letters is one.
@@ -99,7 +104,34 @@ class ErrorText(NamedTuple):
         return sum(_literal_characters(part) for part in self.text.split("; ") if _pattern(part).search(text))
 
 
-Entry = MessageEntry | ErrorText
+class RankEnd(NamedTuple):
+    """How a rank ended, in the last line of a job: ``rank 1 on host-b VERB at step 20: CAUSE``."""
+
+    title: str
+    verb: str
+    cause: str
+
+    @property
+    def text(self) -> str:
+        """What the last line says of the rank."""
+        return f"{self.verb}: {self.cause}" if self.cause else self.verb
+
+    def line(self, title: str) -> str:
+        """Return a line of Markdown for the message."""
+        return ErrorText(title, self.text).line(title)
+
+    def likeness(self, text: str) -> int:
+        """Return how many characters of this message, apart from values, are in ``text`` as whole parts of it.
+
+        Example:
+            >>> RankEnd("rank", "hangs", "no progress for … s").likeness("rank 1 hangs at step 2: no progress for 6 s")
+            23
+        """
+        parts = (self.verb, *self.cause.split("; "))
+        return sum(_literal_characters(part) for part in parts if _pattern(part).search(text))
+
+
+Entry = MessageEntry | ErrorText | RankEnd
 
 
 @functools.cache
@@ -166,7 +198,7 @@ class _Scope(NamedTuple):
 
 
 def _entries_of(module: ast.Module) -> Iterator[Entry]:
-    parents = {child: node for node in ast.walk(module) for child in ast.iter_child_nodes(node)}
+    parents = _parents(module)
     for node in parents:
         if not isinstance(node, ast.Call):
             continue
@@ -180,6 +212,16 @@ def _entries_of(module: ast.Module) -> Iterator[Entry]:
             for text in _texts(node.args[0], _scopes(node, parents))[:_MOST_ALTERNATIVES]:
                 if _literal_characters(text) >= _FEWEST_CHARACTERS:
                     yield ErrorText(function, " ".join(text.split()))
+        elif function in _ENDS:
+            named = {keyword.arg: keyword.value for keyword in node.keywords}
+            said = (named.get("verb", ast.Constant("failed")), named.get("cause", ast.Constant("")))
+            for verb, cause in itertools.islice(_alternatives(said, _scopes(node, parents)), _MOST_ALTERNATIVES):
+                if _literal_characters(verb + cause) >= _FEWEST_CHARACTERS:
+                    yield RankEnd("rank", verb, cause)
+
+
+def _parents(tree: ast.AST) -> dict[ast.AST, ast.AST]:
+    return {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
 
 
 def _alternatives(nodes: Sequence[ast.expr], scopes: Sequence[_Scope]) -> Iterable[tuple[str, ...]]:
@@ -230,12 +272,26 @@ def _texts(node: ast.expr, scopes: Sequence[_Scope], through: Sequence[str] = ()
         return _texts(node.value, scopes, through)
     if isinstance(node, ast.IfExp):
         return [*_texts(node.body, scopes, through), *_texts(node.orelse, scopes, through)]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id not in through:
+        return _returned(node.func.id, scopes[-1], (*through, node.func.id)) or [PLACEHOLDER]
     if isinstance(node, ast.Name) and node.id not in through:
         for index, scope in enumerate(scopes):
             if stores := _stores(scope, node.id):
                 around = scopes[index:]
                 return [text for value in stores for text in _texts(value, around, (*through, node.id))]
     return [PLACEHOLDER]
+
+
+def _returned(function: str, module: _Scope, through: Sequence[str]) -> list[str]:
+    """Return what the text that a function of a module returns may be; none if it is not one of its functions."""
+    found = []
+    for statement in module.before:
+        if isinstance(statement, ast.FunctionDef) and statement.name == function:
+            parents = _parents(statement)
+            for node in parents:
+                if isinstance(node, ast.Return) and node.value is not None:
+                    found += _texts(node.value, [*_scopes(node, parents), module], through)
+    return found
 
 
 def _stores(scope: _Scope, name: str) -> list[ast.expr]:
