@@ -65,6 +65,8 @@ def test_a_program_that_is_right(tmp_path):
     assert "3 steps on 1 rank and on 2 ranks" in right.stdout
     assert "own random numbers: random_flip, dropout" in right.stdout
     assert re.search(r"^loss +loss +\d\.\d+ +\d\.\d+", right.stdout, re.MULTILINE) and "dense/kernel" in right.stdout
+    gradients = re.findall(r"^gradient +(\S+)", right.stdout, re.MULTILINE)  # the first step builds the model
+    assert len(gradients) == 4 and gradients == re.findall(r"^variable +(\S+)", right.stdout, re.MULTILINE)
     assert [path.name for path in tmp_path.iterdir()] == ["right.py"]  # nothing is written
 
 

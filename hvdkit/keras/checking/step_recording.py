@@ -62,7 +62,7 @@ class StepRecorder(keras.callbacks.Callback):
         self._start = start
         self._first_rows = FirstRows()
         self._gradients: dict[str, RecordedArray] = {}
-        self._names: dict[int, str] = {}
+        self._names: dict[int, str] = {}  # of the model's variables, in the step that is being traced
         self._is_half = False
 
     @classmethod
@@ -100,6 +100,7 @@ class StepRecorder(keras.callbacks.Callback):
 
     def _observed(self, model: Any, step: Any) -> Any:
         def train_step(data: Any) -> Any:
+            self._names.clear()
             self._first_rows.observe(data, 1)
             with contextlib.ExitStack() as stack:
                 for optimizer in _optimizers(model):
@@ -112,6 +113,8 @@ class StepRecorder(keras.callbacks.Callback):
 
     def _recorded(self, update: Any) -> Any:
         def update_step(gradient: Any, variable: Any, learning_rate: Any) -> Any:
+            if not self._names:  # the first step may have built the model
+                self._names = {id(getattr(v, "_value", v)): name for name, v in self._variables()}
             name = self._names.get(id(getattr(variable, "_value", variable)), getattr(variable, "path", variable.name))
             if holding_of(variable) is None and int(np.prod(variable.shape)) <= _MAX_GRADIENT:
                 self._record_gradient(name, tf.convert_to_tensor(gradient))
@@ -140,7 +143,6 @@ class StepRecorder(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Keep the variables before the first step."""
-        self._names = {id(getattr(v, "_value", v)): name for name, v in self._variables()}
         if not self.recording.steps and not self.recording.initial:
             self.recording.initial = {name: np.asarray(v).copy() for name, v in self._variables()}
 
