@@ -125,14 +125,22 @@ class LoneTraining:
                     self._report()
                     return
 
+    def doubt(self) -> str:
+        """Return the report after a last look, or "" if there is nothing to report."""
+        if self._size > 1:
+            self._look(is_last=True)
+        return self._text() if self._is_reported else ""
+
+    def _text(self) -> str:
+        return (
+            f"no gradients have been combined: each of {self._size} ranks trains its own model; use "
+            "hk.fit(model, ...) in place of model.fit, or hk.DistributedOptimizer(optimizer); see "
+            "`hvdkit docs pitfalls#weights-and-optimizer`"
+        )
+
     def _report(self) -> None:
         self._is_reported = True
-        get_logger().warning(
-            "training: no gradients have been combined: each of %d ranks trains its own model; use "
-            "hk.fit(model, ...) in place of model.fit, or hk.DistributedOptimizer(optimizer); see "
-            "`hvdkit docs pitfalls#weights-and-optimizer`",
-            self._size,
-        )
+        get_logger().warning("training: %s", self._text())
 
 
 @cache

@@ -158,6 +158,7 @@ def _start(mesh: Mapping[str, int] | None) -> _World:
     watchdog.join(rank, hosts, [each.place for each in facts], facts[0].offer, waiters, engine.finalize_mpi)
     if size > 1:
         lone_training().begin(size)
+        uncaught_errors().doubt = lone_training().doubt
     cluster = Cluster(
         rank=rank,
         size=size,

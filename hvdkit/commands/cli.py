@@ -28,7 +28,7 @@ from dataclasses import fields
 from typing import NamedTuple
 
 from hvdkit._version import __version__
-from hvdkit.commands.parsing import corrected, parse
+from hvdkit.commands.parsing import JOINED_NUMBER, corrected, parse
 from hvdkit.commands.script_options import misplaced_options
 from hvdkit.errors import HvdkitError, printable, see
 from hvdkit.machine.terminal import open_standard_files
@@ -245,7 +245,8 @@ def _split_off_program(arguments: list[str], kind: type) -> tuple[list[str], lis
     index = 0
     while index < len(arguments) and arguments[index].startswith("-") and arguments[index] != "--":
         option = arguments[index]
-        has_value = "=" not in option and option.replace("_", "-") not in switches
+        is_alone = option.replace("_", "-") in switches or JOINED_NUMBER.fullmatch(option)
+        has_value = "=" not in option and not is_alone
         if has_value and index + 1 < len(arguments) and _OPTION.fullmatch(arguments[index + 1]):
             has_value = False  # the option is unknown, or its value is missing
         index += 2 if has_value else 1

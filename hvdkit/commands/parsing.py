@@ -20,6 +20,8 @@ from hvdkit.machine.terminal import on_terminal
 # tyro's error report in ASCII when written to a file: a title, then paragraphs separated by rules.
 _TITLE = re.compile(r" \S")
 # Its report of a value that is not a number, and of an error that a config has raised.
+JOINED_NUMBER = re.compile(r"-np\d+")
+"""An option and its value that lack the space between them."""
 _NOT_A_NUMBER = re.compile(
     r"Error parsing (?P<option>-[\w-]*)\S*: .*?(?P<kind>INT|FLOAT|float|int)\b.*?'(?P<value>.*?)'", re.DOTALL
 )
@@ -99,11 +101,16 @@ def corrected(kind: Any, arguments: Sequence[str]) -> list[str] | None:
         >>> from hvdkit.commands.run.config import RunConfig
         >>> corrected(RunConfig, ["-n", "2", "--dryrun"])
         ['-np', '2', '--dry-run']
+        >>> corrected(RunConfig, ["-np2"])
+        ['-np', '2']
     """
     known = _known_options(kind, arguments)
     words = []
     for word in arguments:
         option, equals, value = word.partition("=")
+        if JOINED_NUMBER.fullmatch(word):
+            words += ["-np", word.removeprefix("-np")]
+            continue
         if option.startswith("-") and option.replace("_", "-") not in known and not _is_number(option):
             near = difflib.get_close_matches(option, known, 1, cutoff=0.7)
             if not near:

@@ -228,8 +228,8 @@ _UNDIVIDED = (
 )
 _OTHER_SIZES = f"{_UNDIVIDED}; {see('pitfalls#the-data-is-already-split')}"
 _WHOLE_DATA = (
-    f"{_UNDIVIDED}; seed what draws or shuffles them (keras.utils.set_random_seed); "
-    f"{see('pitfalls#a-split-or-shuffle-without-a-seed')}"
+    "seed what draws or shuffles it, by keras.utils.set_random_seed(1), and with NumPy by default_rng(1); or "
+    f"{_UNDIVIDED}; {see('pitfalls#a-split-or-shuffle-without-a-seed')}"
 )
 
 

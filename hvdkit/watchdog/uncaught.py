@@ -33,9 +33,14 @@ def blame_another_rank(error: Exception) -> None:
 
 
 class UncaughtErrors:
-    """Ends all ranks on an uncaught exception in this process."""
+    """Ends all ranks on an uncaught exception in this process.
+
+    Attributes:
+        doubt: returns what is wrong with the training, which may be why an exception was raised, or "".
+    """
 
     def __init__(self, reporter: Reporter) -> None:
+        self.doubt: Callable[[], str] = str
         self._reporter = reporter
         self._rank = 0
         self._abort: Callable[[int], None] | None = None
@@ -133,12 +138,17 @@ class UncaughtErrors:
         """Return the report of an uncaught exception."""
         is_interrupted = is_interrupt(error)
         where = "" if thread is None else f" (in thread {thread})"
+        follows = is_victim(error) or hasattr(error, _OF_ANOTHER_RANK)
+        doubt = "" if is_interrupted or follows else self.doubt()
+        before = f"; before it: {doubt}" if doubt else ""
         return Failed(
-            cause="KeyboardInterrupt" if is_interrupted else f"{type(error).__name__}: {cause_of(error)}{where}",
+            cause="KeyboardInterrupt"
+            if is_interrupted
+            else f"{type(error).__name__}: {cause_of(error)}{where}{before}",
             verb="was interrupted" if is_interrupted else "failed",
             code=130 if is_interrupted else exit_code_of(error),
             text=text,
-            follows=is_victim(error) or hasattr(error, _OF_ANOTHER_RANK),
+            follows=follows,
             step=self._reporter.recorder.step,
             busy=self._reporter.reason,
         )

@@ -29,6 +29,15 @@ def test_every_rank_reports_it_at_the_end_of_a_short_program():
     assert job.output.count("no gradients have been combined") == 2, job.output
 
 
+def test_the_last_line_of_a_program_that_then_fails_names_it():
+    """All ranks save to one file, as a program for one process does: an error that says nothing of the cause."""
+    saves = "if hk.rank() == 1:\n    raise OSError('unable to lock file')\nhk.barrier()"
+    job = run(PROGRAM.replace("EPOCHS", "1").replace('print("done")', saves), MPI, 2)
+    assert job.code == 1, job.output
+    (last,) = [line for line in job.output.splitlines() if "failed: OSError" in line]
+    assert "unable to lock file; before it: no gradients have been combined: each of 2 ranks" in last, job.output
+
+
 def test_weights_that_the_program_averages_are_enough():
     job = run(PROGRAM.replace("EPOCHS", "2").replace("CASE", "weights"), MPI, 2)
     assert job.code == 0 and job.output.count("done") == 2, job.output

@@ -62,6 +62,20 @@ def test_errors_about_files_are_found_too(capsys, tmp_path):
     assert "checksum differs" in capsys.readouterr().out
 
 
+def test_what_differs_between_ranks_is_found(capsys):
+    for pasted, remedy in (
+        ("x, y: got other data on rank 1, expected the whole data set", "default_rng(1)"),
+        ("x: got a different first batch on rank 1, expected equal global batches", "set_random_seed"),
+        (
+            "optimizer: got rate=1 on rank 1, expected rate=2, as on rank 0; compile the model with the same "
+            "optimizer and settings on every rank",
+            "on every rank",
+        ),
+    ):
+        found = shown(capsys, pasted)
+        assert remedy in found and found.count("\n- ") <= 2, found
+
+
 def test_the_last_line_of_a_job_is_found(capsys):
     """It says what the watchdog found; the rank, its host and the step are between the parts of the message."""
     for line, said in (

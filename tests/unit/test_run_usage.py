@@ -23,6 +23,7 @@ WRONG = (
     (["train.py", "-np", "3"], "write: hvdkit run -np 3 -- python train.py"),
     (["train.py"], "write: hvdkit run -np 2 -- python train.py"),
     (["-n", "2", "python", "x.py"], "did you mean: hvdkit run -np 2 -- python x.py"),
+    (["-np2", "python", "x.py"], "did you mean: hvdkit run -np 2 -- python x.py"),
     (["--hlep"], "did you mean: hvdkit run --help"),
     (["--hlep", "--", "python", "x.py"], "did you mean: hvdkit run --help -- python x.py"),
     (["--hlep", "-np", "2", "--", "python", "x.py"], "did you mean: hvdkit run --help -np 2 -- python x.py"),

@@ -33,6 +33,10 @@ _FEWEST_CHARACTERS = 12
 _MOST_ALTERNATIVES = 12
 # The errors whose texts are listed, besides calls of describe.
 _ERRORS = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, HvdkitError)}
+# Functions that compare values of all ranks: the place of the name of what they compare, before that of the remedy.
+_COMPARISONS = {"compare": 1, "agree": 2}
+# What they expect, if that depends on the program.
+_SHOWN = f"{PLACEHOLDER}, as on rank {PLACEHOLDER}"
 # Events with which the watchdog says how a rank ended.
 _ENDS = {Failed.__name__, Judged.__name__}
 # A value that is known only when the program runs.
@@ -205,9 +209,16 @@ def _entries_of(module: ast.Module) -> Iterator[Entry]:
         function = ast.unparse(node.func)
         if function == "describe" and len(node.args) == 4:
             texts = _alternatives((node.args[0], *node.args[2:]), _scopes(node, parents))
-            for argument, expected, remedy in itertools.islice(texts, _MOST_ALTERNATIVES):
-                if not expected == remedy == PLACEHOLDER:
-                    yield MessageEntry(_ANY if argument == PLACEHOLDER else argument, expected, remedy)
+            yield from _messages(texts)
+        elif (first := _COMPARISONS.get(function.rpartition(".")[2])) is not None and len(node.args) == first + 2:
+            scopes = _scopes(node, parents)
+            what, remedy = node.args[first:]
+            show = next((keyword.value for keyword in node.keywords if keyword.arg == "show"), _UNKNOWN)
+            yield from _messages(
+                (argument, expected, text)
+                for argument, text in _alternatives((what, remedy), scopes)
+                for expected in _expected_by(show, scopes)
+            )
         elif function in _ERRORS and len(node.args) == 1:
             for text in _texts(node.args[0], _scopes(node, parents))[:_MOST_ALTERNATIVES]:
                 if _literal_characters(text) >= _FEWEST_CHARACTERS:
@@ -218,6 +229,23 @@ def _entries_of(module: ast.Module) -> Iterator[Entry]:
             for verb, cause in itertools.islice(_alternatives(said, _scopes(node, parents)), _MOST_ALTERNATIVES):
                 if _literal_characters(verb + cause) >= _FEWEST_CHARACTERS:
                     yield RankEnd("rank", verb, cause)
+
+
+def _messages(texts: Iterable[tuple[str, ...]]) -> Iterator[MessageEntry]:
+    """Yield messages of arguments, what was expected of them and remedies, unless nothing of it is known."""
+    for argument, expected, remedy in itertools.islice(texts, _MOST_ALTERNATIVES):
+        if remedy != PLACEHOLDER or expected not in {PLACEHOLDER, _SHOWN}:
+            yield MessageEntry(_ANY if argument == PLACEHOLDER else argument, expected, remedy)
+
+
+def _expected_by(show: ast.expr, scopes: Sequence[_Scope]) -> list[str]:
+    """Return what a comparison of ranks expects: the second text of each pair that its ``show`` returns."""
+    values = [(show.body, scopes)] if isinstance(show, ast.Lambda) else []
+    if isinstance(show, ast.Name):
+        values = _returns(show.id, scopes[-1])
+    pairs = [(value, around) for value, around in values if isinstance(value, ast.Tuple) and len(value.elts) == 2]
+    texts = [text for value, around in pairs for text in _texts(value.elts[1], around)]
+    return [_SHOWN if text == PLACEHOLDER else text for text in texts or [PLACEHOLDER]]
 
 
 def _parents(tree: ast.AST) -> dict[ast.AST, ast.AST]:
@@ -273,7 +301,9 @@ def _texts(node: ast.expr, scopes: Sequence[_Scope], through: Sequence[str] = ()
     if isinstance(node, ast.IfExp):
         return [*_texts(node.body, scopes, through), *_texts(node.orelse, scopes, through)]
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id not in through:
-        return _returned(node.func.id, scopes[-1], (*through, node.func.id)) or [PLACEHOLDER]
+        called = (*through, node.func.id)
+        values = _returns(node.func.id, scopes[-1])
+        return [text for value, around in values for text in _texts(value, around, called)] or [PLACEHOLDER]
     if isinstance(node, ast.Name) and node.id not in through:
         for index, scope in enumerate(scopes):
             if stores := _stores(scope, node.id):
@@ -282,15 +312,15 @@ def _texts(node: ast.expr, scopes: Sequence[_Scope], through: Sequence[str] = ()
     return [PLACEHOLDER]
 
 
-def _returned(function: str, module: _Scope, through: Sequence[str]) -> list[str]:
-    """Return what the text that a function of a module returns may be; none if it is not one of its functions."""
-    found = []
+def _returns(function: str, module: _Scope) -> list[tuple[ast.expr, Sequence[_Scope]]]:
+    """Return what a function of a module may return, with the scopes around it; nothing if there is none."""
+    found: list[tuple[ast.expr, Sequence[_Scope]]] = []
     for statement in module.before:
         if isinstance(statement, ast.FunctionDef) and statement.name == function:
             parents = _parents(statement)
             for node in parents:
                 if isinstance(node, ast.Return) and node.value is not None:
-                    found += _texts(node.value, [*_scopes(node, parents), module], through)
+                    found.append((node.value, [*_scopes(node, parents), module]))
     return found
 
 
