@@ -415,6 +415,9 @@ def test_launchers_to_copy(tmp_path, launcher, variables):
         env = environment(PYTHONPATH=str(ROOT), LOGS=str(tmp_path / "logs"), **variables)
         done = call(command, env=env, cwd=tmp_path)
         assert done.returncode == int(code), done.stderr
-        assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] trained {code}" for rank in (0, 1)]
+        lines = {f"[rank {rank}] trained {code}" for rank in (0, 1)}
+        found = set(done.stdout.splitlines())
+        # The job may end with the first rank that fails, before the other one has begun.
+        assert found == lines if code == "0" else found and found <= lines, done.stdout
     alone = call(["bash", ROOT / "launch" / launcher])
     assert alone.returncode == 2 and f"launch/{launcher} models/train.py cifar10" in alone.stderr

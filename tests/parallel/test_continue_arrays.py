@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import keras
 import numpy as np
@@ -17,13 +18,18 @@ ROWS, BATCH = 397, 8  # the last of 50 batches is short, and its shares are unev
 
 
 class Interrupt(keras.callbacks.Callback):
-    """Interrupts the run as a cluster does, after a number of its batches."""
+    """Interrupts the run as a cluster does, after a number of its batches.
+
+    Ranks agree four times per second on stopping: steps of 20 ms end at most about 12 steps after the signal.
+    """
 
     def __init__(self, after):
         super().__init__()
         self.left = after
+        self.seconds = 0.02 if after else 0.0
 
     def on_train_batch_end(self, batch, logs=None):
+        time.sleep(self.seconds)
         self.left -= 1
         if self.left == 0:
             os.kill(os.getpid(), signal.SIGTERM)
