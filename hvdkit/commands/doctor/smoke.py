@@ -118,7 +118,9 @@ def smoke(timeout: float) -> int:
     began = time.monotonic()
     try:
         with tempfile.TemporaryDirectory(prefix="hvdkit smoke ") as folder:  # a path with a space
-            outcomes = [_passes(job, timeout) for job in jobs(Path(folder), EngineFacts())]
+            to_run = jobs(Path(folder), EngineFacts())
+            print(f"{len(to_run)} jobs, one after another: about a minute on an idle machine", flush=True)
+            outcomes = [_passes(job, timeout) for job in to_run]
     except ClusterError as error:
         print(f"FAILED {error}")
         outcomes = [False]
