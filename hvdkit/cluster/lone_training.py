@@ -20,7 +20,7 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ import numpy as np
 
 from hvdkit.cluster.live_objects import live_instances
 from hvdkit.cluster.logs import get_logger
+from hvdkit.errors import see
 
 COMBINES = "_hvdkit"
 """The attribute of an optimizer that combines gradients."""
@@ -92,12 +93,26 @@ class LoneTraining:
         self._restored.update((id(each.handle), (each.handle, int(each.numpy()))) for each in numbers)
 
     def end(self) -> None:
-        """Stop watching, at the end of the program or of the world, after a last look."""
+        """Stop watching, at the end of the program or of the world, after a last look; repeat an earlier report."""
+        is_earlier = self._is_reported and not self._ended.is_set()
         self._ended.set()
         if self._thread is not None:
             self._thread.join(_FIRST_SECONDS)
-        if self._size > 1:
+        if self._size > 1 and is_earlier and not self.is_combined:
+            self._report()
+        elif self._size > 1:
             self._look(is_last=True)
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Look at what has been trained; what is combined inside, such as predictions and metrics, is no gradient."""
+        if self._size > 1:
+            self._look(is_last=False)
+        before = self.is_combined, self._has_combined_numbers
+        try:
+            yield
+        finally:
+            self.is_combined, self._has_combined_numbers = before
 
     def _run(self, ended: threading.Event) -> None:
         seconds = _FIRST_SECONDS
@@ -126,27 +141,35 @@ class LoneTraining:
                     return
 
     def doubt(self) -> str:
-        """Return the report after a last look, or "" if there is nothing to report."""
+        """Return what the last line of a failed job adds, after a last look; "" if there is nothing to add."""
         if self._size > 1:
             self._look(is_last=True)
-        return self._text() if self._is_reported else ""
-
-    def _text(self) -> str:
-        return (
-            f"no gradients have been combined: each of {self._size} ranks trains its own model; use "
-            "hk.fit(model, ...) in place of model.fit, or hk.DistributedOptimizer(optimizer); see "
-            "`hvdkit docs pitfalls#weights-and-optimizer`"
-        )
+        return f"; before it: {_report_of(self._size)}" if self._is_reported else ""
 
     def _report(self) -> None:
         self._is_reported = True
-        get_logger().warning("training: %s", self._text())
+        get_logger().warning(f"training: {_report_of(self._size)}")
 
 
 @cache
 def lone_training() -> LoneTraining:
     """Return the :class:`LoneTraining` of this process."""
     return LoneTraining()
+
+
+@contextlib.contextmanager
+def evaluation() -> Iterator[None]:
+    """Decorate a function that evaluates or predicts: see :meth:`LoneTraining.evaluation`."""
+    with lone_training().evaluation():
+        yield
+
+
+def _report_of(size: int) -> str:
+    return (
+        f"no gradients have been combined: each of {size} ranks trains its own model; use "
+        "hk.fit(model, ...) in place of model.fit, or hk.DistributedOptimizer(optimizer); "
+        f"{see('pitfalls#weights-and-optimizer')}"
+    )
 
 
 def _optimizers() -> dict[Any, _Use]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from hvdkit.cluster.lone_training import evaluation
 from hvdkit.keras.compiled_functions import jit_mode
 from hvdkit.keras.fit_session import FitSession, check_all_ranks_call, check_model
 from hvdkit.keras.inputs import DataPair, FitData, prepare_data
@@ -16,6 +17,7 @@ from hvdkit.keras.strategies import outside_strategy
 
 
 @outside_strategy()
+@evaluation()
 def evaluate(
     model: keras.Model,
     x: Any = None,

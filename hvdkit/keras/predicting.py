@@ -9,6 +9,7 @@ import keras
 from keras import tree
 
 from hvdkit import cluster
+from hvdkit.cluster.lone_training import evaluation
 from hvdkit.collectives.call_checks import Call, agree_on_call, attempt
 from hvdkit.errors import describe
 from hvdkit.keras.compiled_functions import jit_mode
@@ -22,6 +23,7 @@ from hvdkit.keras.train_steps import OUTPUTS_REMEDY
 
 
 @outside_strategy()
+@evaluation()
 def predict(
     model: keras.Model,
     x: Any,

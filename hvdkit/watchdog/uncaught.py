@@ -36,7 +36,7 @@ class UncaughtErrors:
     """Ends all ranks on an uncaught exception in this process.
 
     Attributes:
-        doubt: returns what is wrong with the training, which may be why an exception was raised, or "".
+        doubt: returns what the last line adds about the training, which may be why an exception was raised, or "".
     """
 
     def __init__(self, reporter: Reporter) -> None:
@@ -140,11 +140,8 @@ class UncaughtErrors:
         where = "" if thread is None else f" (in thread {thread})"
         follows = is_victim(error) or hasattr(error, _OF_ANOTHER_RANK)
         doubt = "" if is_interrupted or follows else self.doubt()
-        before = f"; before it: {doubt}" if doubt else ""
         return Failed(
-            cause="KeyboardInterrupt"
-            if is_interrupted
-            else f"{type(error).__name__}: {cause_of(error)}{where}{before}",
+            cause="KeyboardInterrupt" if is_interrupted else f"{type(error).__name__}: {cause_of(error)}{where}{doubt}",
             verb="was interrupted" if is_interrupted else "failed",
             code=130 if is_interrupted else exit_code_of(error),
             text=text,

@@ -29,6 +29,19 @@ def test_every_rank_reports_it_at_the_end_of_a_short_program():
     assert job.output.count("no gradients have been combined") == 2, job.output
 
 
+def test_what_is_evaluated_afterwards_does_not_hide_it():
+    """An evaluation combines arrays, such as the thresholds of AUC, and predictions, but no gradients."""
+    evaluated = (
+        'model.compile("sgd", "mse", metrics=[keras.metrics.AUC()])\n'
+        "model.fit(np.ones((64, 3)), np.ones((64, 1)), verbose=0)\n"
+        "hk.evaluate(model, np.ones((64, 3)), np.ones((64, 1)), verbose=0)\n"
+        "hk.predict(model, np.ones((64, 3)), verbose=0)\n"
+    )
+    job = run(PROGRAM.partition("class Average")[0] + evaluated, MPI, 2)
+    assert job.code == 0, job.output
+    assert job.output.count("no gradients have been combined") == 4, job.output  # at once, and at the end
+
+
 def test_the_last_line_of_a_program_that_then_fails_names_it():
     """All ranks save to one file, as a program for one process does: an error that says nothing of the cause."""
     saves = "if hk.rank() == 1:\n    raise OSError('unable to lock file')\nhk.barrier()"

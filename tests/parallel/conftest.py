@@ -17,6 +17,7 @@ import shutil
 import signal
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from helpers.time_limit import IS_OVER, is_over
 
 import hvdkit as hk
 from hvdkit.cluster.progress import progress
+from hvdkit.optimizer import coupled_layers
 from hvdkit.watchdog.reporter import Reporter
 
 # Seconds for the peers of a failed rank to finish the same test, multiplied by the machine's slowdown.
@@ -141,6 +143,14 @@ def same_numbers() -> Iterator[None]:
     hk.allgather_object(None)  # the previous one may have been among some ranks only
     keys = hk.allgather_object(progress().key)
     assert len(set(keys)) == 1, keys
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_layers_of_other_files() -> Iterator[None]:
+    """Forget synchronized layers of other files, which may be kept alive: gradients next to them have no weights."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coupled_layers, "_coupled", weakref.WeakSet())
+        yield
 
 
 @pytest.fixture

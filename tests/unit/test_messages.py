@@ -76,6 +76,15 @@ def test_what_differs_between_ranks_is_found(capsys):
         assert remedy in found and found.count("\n- ") <= 2, found
 
 
+def test_warnings_are_found(capsys):
+    for pasted in (
+        "training: no gradients have been combined: each of 2 ranks",
+        "normalizes by each rank's rows, not by the",
+    ):
+        found = shown(capsys, pasted)
+        assert found.startswith("## `warnings`\n\n- ") and found.count("\n- ") <= 2, found
+
+
 def test_the_last_line_of_a_job_is_found(capsys):
     """It says what the watchdog found; the rank, its host and the step are between the parts of the message."""
     for line, said in (

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from hvdkit import errors
 from hvdkit.commands.docs.headings import anchor
-from hvdkit.errors import HvdkitError, describe
+from hvdkit.errors import HvdkitError, describe, see
 from hvdkit.watchdog.events import Failed
 from hvdkit.watchdog.verdict import Judged
 
@@ -37,6 +37,11 @@ _ERRORS = {name for name, value in vars(errors).items() if isinstance(value, typ
 _COMPARISONS = {"compare": 1, "agree": 2}
 # What they expect, if that depends on the program.
 _SHOWN = f"{PLACEHOLDER}, as on rank {PLACEHOLDER}"
+# A word of a pasted message that the catalogue does not have: a value.
+_NUMBER = re.compile(r"[\d.,:;()]+")
+# Functions that log a warning; what they log is formatted with %.
+_WARNINGS = {"get_logger().warning", "warn_once", "logs.warn_once"}
+_PERCENT = re.compile(r"%[sdrg]|%\.\d+[fg]")
 # Events with which the watchdog says how a rank ended.
 _ENDS = {Failed.__name__, Judged.__name__}
 # A value that is known only when the program runs.
@@ -182,7 +187,7 @@ def search(words: Sequence[str], among: Sequence[Entry]) -> list[Entry]:
     best = max(scores, default=0)
     if best >= _FEWEST_CHARACTERS:
         return [entry for entry, score in zip(among, scores, strict=True) if score == best]
-    wanted = text.lower().split()
+    wanted = [word for word in text.lower().split() if not _NUMBER.fullmatch(word)] or [text]
     found = [entry for entry in among if all(word in entry.text.lower() for word in wanted)]
     if not found:
         unknown = [word for word in wanted if not any(word in entry.text.lower() for entry in among)]
@@ -223,6 +228,10 @@ def _entries_of(module: ast.Module) -> Iterator[Entry]:
             for text in _texts(node.args[0], _scopes(node, parents))[:_MOST_ALTERNATIVES]:
                 if _literal_characters(text) >= _FEWEST_CHARACTERS:
                     yield ErrorText(function, " ".join(text.split()))
+        elif function in _WARNINGS and node.args:
+            for text in _texts(node.args[0], _scopes(node, parents))[:_MOST_ALTERNATIVES]:
+                if _literal_characters(text := _PERCENT.sub(PLACEHOLDER, text)) >= _FEWEST_CHARACTERS:
+                    yield ErrorText("warnings", " ".join(text.split()))
         elif function in _ENDS:
             named = {keyword.arg: keyword.value for keyword in node.keywords}
             said = (named.get("verb", ast.Constant("failed")), named.get("cause", ast.Constant("")))
@@ -300,6 +309,8 @@ def _texts(node: ast.expr, scopes: Sequence[_Scope], through: Sequence[str] = ()
         return _texts(node.value, scopes, through)
     if isinstance(node, ast.IfExp):
         return [*_texts(node.body, scopes, through), *_texts(node.orelse, scopes, through)]
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == see.__name__ and len(node.args) == 1:
+        return [see(page) for page in _texts(node.args[0], scopes, through)]
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id not in through:
         called = (*through, node.func.id)
         values = _returns(node.func.id, scopes[-1])
