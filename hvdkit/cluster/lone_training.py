@@ -10,7 +10,7 @@ first look. Where this was the only look, it has trained if it has iterations an
 that has made its training function; others may have been loaded from a file.
 
 Collectives of single numbers, such as the mean of a loss or a metric, combine no gradients, except if all variables of
-the optimizer are single numbers.
+the optimizer are single numbers. Those of ``hk.evaluate`` and ``hk.predict`` never do.
 """
 
 from __future__ import annotations
@@ -49,15 +49,17 @@ class _Use(NamedTuple):
 
 
 class LoneTraining:
-    """Watches for training without combined gradients, and reports it once.
+    """Watches for training without combined gradients, and reports it, once more at the end.
 
     Attributes:
         is_combined: whether a collective has combined tensors of several ranks, or gradients are combined.
+        is_evaluating: whether a collective is one of an evaluation or a prediction, and combines no gradients.
     """
 
     def __init__(self) -> None:
         self.is_combined = False
         self._has_combined_numbers = False
+        self.is_evaluating = False
         self._is_reported = False
         self._size = 1
         # The number of iterations of each optimizer from which this world counts.
@@ -84,6 +86,8 @@ class LoneTraining:
 
     def add_collective(self, values: Iterable[Any]) -> None:
         """Take note of a collective that combines ``values``: numbers, arrays or tensors."""
+        if self.is_evaluating:
+            return
         self._has_combined_numbers = True
         self.is_combined |= not all(_is_number(each) for each in values)
 
@@ -102,17 +106,6 @@ class LoneTraining:
             self._report()
         elif self._size > 1:
             self._look(is_last=True)
-
-    @contextlib.contextmanager
-    def evaluation(self) -> Iterator[None]:
-        """Look at what has been trained; what is combined inside, such as predictions and metrics, is no gradient."""
-        if self._size > 1:
-            self._look(is_last=False)
-        before = self.is_combined, self._has_combined_numbers
-        try:
-            yield
-        finally:
-            self.is_combined, self._has_combined_numbers = before
 
     def _run(self, ended: threading.Event) -> None:
         seconds = _FIRST_SECONDS
@@ -159,9 +152,14 @@ def lone_training() -> LoneTraining:
 
 @contextlib.contextmanager
 def evaluation() -> Iterator[None]:
-    """Decorate a function that evaluates or predicts: see :meth:`LoneTraining.evaluation`."""
-    with lone_training().evaluation():
+    """Decorate a function that evaluates or predicts: the metrics and rows that it combines are no gradients."""
+    watch = lone_training()
+    was_evaluating = watch.is_evaluating
+    watch.is_evaluating = True
+    try:
         yield
+    finally:
+        watch.is_evaluating = was_evaluating
 
 
 def _report_of(size: int) -> str:

@@ -39,7 +39,8 @@ def test_what_is_evaluated_afterwards_does_not_hide_it():
     )
     job = run(PROGRAM.partition("class Average")[0] + evaluated, MPI, 2)
     assert job.code == 0, job.output
-    assert job.output.count("no gradients have been combined") == 4, job.output  # at once, and at the end
+    # At the end of each rank, and within it, if that takes seconds.
+    assert job.output.count("no gradients have been combined") in (2, 3, 4), job.output
 
 
 def test_the_last_line_of_a_program_that_then_fails_names_it():
