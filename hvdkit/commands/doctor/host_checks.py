@@ -108,7 +108,7 @@ def environment(facts: Facts) -> Finding:
     variables = {name: value for name, value in sorted(facts.environment.items()) if SHOWN.match(name)}
     shown = {name: "(hidden)" if SECRET.search(name) else value for name, value in variables.items()}
     if not shown:
-        return Finding("environment", "ok", "no HOROVOD_*, OMPI_MCA_*, NCCL_* or TF_* variable is set")
+        return Finding("environment", "ok", "no variable is set that changes Horovod, Open MPI, NCCL or TensorFlow")
     what = " ".join(f"{name}={value}" for name, value in shown.items())
     return Finding("environment", "note", what, details=shown)
 
