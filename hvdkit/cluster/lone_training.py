@@ -137,7 +137,7 @@ class LoneTraining:
         """Return what the last line of a failed job adds, after a last look; "" if there is nothing to add."""
         if self._size > 1:
             self._look(is_last=True)
-        return f"; before it: {_report_of(self._size)}" if self._is_reported else ""
+        return f"; before it: {_report_of(self._size)}" if self._is_reported and not self.is_combined else ""
 
     def _report(self) -> None:
         self._is_reported = True

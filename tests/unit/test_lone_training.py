@@ -80,6 +80,9 @@ def test_a_loop_is_reported_at_the_end(watch, lines, traced):
     watch.end()
     watch.end()
     assert len(lines) == 1 and kept
+    assert lines[0].removeprefix("training: ") in watch.doubt()
+    watch.is_combined = True  # a later part of the program is right
+    assert not watch.doubt()
 
 
 def test_a_short_loop_under_tf_function_is_reported_at_the_end(watch, lines):
