@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import tyro
-from check_docs import BLOCK, RUN_BY
+from check_docs import BLOCK, RUN_BY, commands_of
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "install.md"
@@ -65,7 +65,7 @@ def commands(section: str) -> list[str]:
     text = DOCUMENT.read_text(encoding="utf-8").partition(f"## {section}\n")[2].partition("\n#")[0]
     blocks = [block for block in BLOCK.finditer(text) if block["info"] == "sh"]
     named = [block for block in blocks if (found := RUN_BY.search(block["before"])) and "check_dist" in found["path"]]
-    return [line for block in named for line in block["body"].splitlines()]
+    return [command for block in named for command in commands_of(block["body"])]
 
 
 def program() -> str:

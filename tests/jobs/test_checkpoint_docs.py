@@ -42,7 +42,7 @@ def test_the_commands_of_the_document(tmp_path):
     marked = r"<!-- run by: tests/jobs/test_checkpoint_docs.py -->\n```sh\n(.*?)```"
     (block,) = re.findall(marked, document, re.DOTALL)
     shown = []
-    for command in block.splitlines():
+    for command in block.replace("\\\n", " ").splitlines():
         done = call(command, shell=True, cwd=tmp_path)
         assert done.returncode == 0, f"{command}\n{done.stderr}"
         shown.append(done.stdout)
