@@ -6,8 +6,6 @@ MPI, and without a launcher it does not import TensorFlow.
 
 from __future__ import annotations
 
-from typing import Any
-
 import lazy_loader
 
 from hvdkit.cluster.tensorflow_loading import prepare_import as _prepare_import
@@ -19,7 +17,7 @@ _register_layers()
 _prepare_import()
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in __all__:  # Python's message; lazy_loader has its own
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _load(name)

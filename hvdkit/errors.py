@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 
 class HvdkitError(RuntimeError):
@@ -37,7 +38,8 @@ class HvdkitError(RuntimeError):
 
     # AutoGraph recreates errors that leave a ``tf.function``. It only keeps the class if the constructor is that of
     # Exception; otherwise it raises a StagingError, which callers cannot catch by name.
-    __init__ = Exception.__init__
+    if not TYPE_CHECKING:  # an assigned constructor would make every error Any
+        __init__ = Exception.__init__
 
     # Characters that are not escaped: errors may quote other errors, which may have several lines.
     _kept = "\n\t"

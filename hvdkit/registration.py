@@ -11,7 +11,12 @@ import importlib.abc
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import keras
 
 LAYERS = ("ColumnParallelDense", "RowParallelDense", "ShardedEmbedding", "ShardedEmbeddingCollection")
 
@@ -22,7 +27,7 @@ class _LazyLayer:
     def __init__(self, name: str):
         self._name = name
 
-    def from_config(self, config: dict[str, Any]) -> Any:
+    def from_config(self, config: dict[str, object]) -> keras.layers.Layer:
         """Create the layer from ``config``."""
         return getattr(importlib.import_module("hvdkit.layers"), self._name).from_config(config)
 
@@ -30,7 +35,9 @@ class _LazyLayer:
 class _KerasImportHook(importlib.abc.MetaPathFinder):
     """Import hook that delegates to the other finders and registers the layers after Keras is imported."""
 
-    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         """Return Keras's spec with a loader that registers the layers at the end; None for any other module."""
         if fullname != "keras":
             return None
@@ -47,7 +54,7 @@ class _KerasImportHook(importlib.abc.MetaPathFinder):
                 sys.meta_path.remove(self)
             _register(module)
 
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this loader only
         return spec
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 import tensorflow as tf
 
@@ -39,7 +37,13 @@ class Warmup(keras.optimizers.schedules.LearningRateSchedule):
         >>> optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(schedule))
     """
 
-    def __init__(self, base: Any, *, scale: float, steps: int) -> None:
+    def __init__(
+        self,
+        base: float | keras.optimizers.schedules.LearningRateSchedule | dict[str, object],
+        *,
+        scale: float,
+        steps: int,
+    ) -> None:
         super().__init__()
         if not scale > 0:
             raise ValueError(describe("scale", scale, "a number > 0", "pass e.g. hk.size()"))
@@ -51,13 +55,13 @@ class Warmup(keras.optimizers.schedules.LearningRateSchedule):
         self.scale = float(scale)
         self.steps = int(steps)
 
-    def __call__(self, step: Any) -> tf.Tensor:
+    def __call__(self, step: float | tf.Tensor | keras.Variable) -> tf.Tensor:
         """Return the learning rate at ``step`` (a number or scalar tensor) as a float32 scalar."""
         rate = self.base(step) if callable(self.base) else self.base
         fraction = tf.minimum(tf.cast(step, tf.float32) / self.steps, 1.0) if self.steps else 1.0
         return tf.cast(rate, tf.float32) * (1.0 + (self.scale - 1.0) * fraction)
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> dict[str, object]:
         """Return the arguments for Keras's serialization."""
         base = keras.saving.serialize_keras_object(self.base) if callable(self.base) else self.base
         return {"base": base, "scale": self.scale, "steps": self.steps}

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import tensorflow as tf
@@ -19,7 +19,7 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.checkpoint.entries import StateTensor
 from hvdkit.checkpoint.tensorfile import BLOCK_BYTES
-from hvdkit.checkpoint.writing import CancelledSaveError, Save, SaveReport, Snapshot
+from hvdkit.checkpoint.writing import CancelledSaveError, Indices, Save, SaveReport, Snapshot
 from hvdkit.cluster.agreement import gather
 from hvdkit.collectives import tensors
 from hvdkit.errors import describe
@@ -67,16 +67,16 @@ class ThroughChief:
         _follow(lambda transfer: parts[transfer.name].block(transfer.start, transfer.stop), lambda *_: None)
 
     @staticmethod
-    def _descriptions(snapshot: Snapshot) -> list[tuple[list[str], dict[str, str], dict[str, Any]]]:
+    def _descriptions(snapshot: Snapshot) -> list[tuple[list[str], dict[str, str], Indices]]:
         """Return the names of the tensors in every rank's part, its metadata, and its indices."""
 
-        def describe_part() -> tuple[list[str], dict[str, str], dict[str, Any]]:
+        def describe_part() -> tuple[list[str], dict[str, str], Indices]:
             return [tensor.name for tensor in snapshot.shard_tensors()], snapshot.metadata(), snapshot.indices()
 
         return gather(cluster.exchange(), "a save through the chief", describe_part, error=CancelledSaveError)
 
 
-def _remote(tensor: StateTensor, rank: int, indices: Mapping[str, Any]) -> StateTensor:
+def _remote(tensor: StateTensor, rank: int, indices: Indices) -> StateTensor:
     """Return a tensor of the chief with the part of another rank, whose rows are fetched from there."""
     index = None if tensor.index is None else tuple(range(*axis) for axis in indices[tensor.name])
 
@@ -142,7 +142,8 @@ def _follow(read: Callable[[_Transfer], np.ndarray], store: Callable[[_Transfer,
         Exception: the exception of ``read`` or ``store``, at the end: other ranks wait for this one in every transfer.
     """
     problem: Exception | None = None
-    while not isinstance(transfer := cluster.exchange().broadcast(None, 0), _End):
+    message = cast("_Transfer | _End", None)  # the chief's is received
+    while not isinstance(transfer := cluster.exchange().broadcast(message, 0), _End):
         sent = _NOTHING
         if transfer.source == cluster.rank() and problem is None:
             try:

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 Kind = Literal["replicated", "sharded", "per_rank"]
 Resize = Literal["keep", "mean", "sum"]
@@ -72,7 +75,7 @@ class StateTensor:
     index: tuple[range, ...] | None = None
     partition: str | None = None
     resize: Resize = "keep"
-    variable: Any = None
+    variable: tf.Variable | None = None
     rows: Callable[[int, int], np.ndarray] | None = None
     writes: bool = True
     allowed: Allowed = "any"
@@ -110,8 +113,8 @@ class Value:
     TypeError or a similar error for one that does not fit the current object.
     """
 
-    read: Callable[[], Any]
-    assign: Callable[[Any], None]
+    read: Callable[[], object]
+    assign: Callable[[object], None]
     per_rank: bool = False
 
 
@@ -127,4 +130,4 @@ class State:
 
     tensors: dict[str, StateTensor] = field(default_factory=dict)
     values: dict[str, Value] = field(default_factory=dict)
-    restored: dict[str, Any] = field(default_factory=dict)
+    restored: dict[str, object] = field(default_factory=dict)

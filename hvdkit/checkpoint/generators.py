@@ -20,7 +20,7 @@ _LARGEST: Mapping[str, int] = {
 }
 
 
-def state_to_json(state: Any) -> Any:
+def state_to_json(state: object) -> object:
     """Return a generator's state with its arrays as lists, for JSON."""
     if isinstance(state, Mapping):
         return {key: state_to_json(value) for key, value in state.items()}
@@ -29,7 +29,7 @@ def state_to_json(state: Any) -> Any:
     return state.item() if isinstance(state, np.generic) else state
 
 
-def numpy_state(saved: Any, current: Any, key: str = "state") -> Any:
+def numpy_state(saved: object, current: object, key: str = "state") -> Any:
     """Return a saved state of a NumPy generator, which must be like the ``current`` one.
 
     NumPy takes any numbers: with a position beyond the end it would read other memory.
@@ -62,13 +62,14 @@ def numpy_state(saved: Any, current: Any, key: str = "state") -> Any:
     return saved
 
 
-def _array(saved: Any, current: np.ndarray, key: str) -> np.ndarray:
-    array = saved.get("array") if isinstance(saved, Mapping) else None
+def _array(saved: object, current: np.ndarray, key: str) -> np.ndarray:
+    found = saved if isinstance(saved, Mapping) else {}
+    array = found.get("array")
     largest = np.iinfo(current.dtype).max if current.dtype.kind in "iu" else np.inf
     is_valid = (
         isinstance(array, list)
         and len(array) == current.size
-        and saved.get("dtype") == current.dtype.name
+        and found.get("dtype") == current.dtype.name
         and all(type(each) in (int, float) and 0 <= each <= largest for each in array)
     )
     if not is_valid:
@@ -76,7 +77,7 @@ def _array(saved: Any, current: np.ndarray, key: str) -> np.ndarray:
     return np.array(array, current.dtype)
 
 
-def python_state(saved: Any) -> tuple[int, tuple[int, ...], float | None]:
+def python_state(saved: object) -> tuple[int, tuple[int, ...], float | None]:
     """Return a saved state of a ``random.Random``: its version, 624 words and their position, and a normal number.
 
     Raises:
@@ -94,5 +95,5 @@ def python_state(saved: Any) -> tuple[int, tuple[int, ...], float | None]:
     return version, tuple(words), normal
 
 
-def _wrong(key: str, got: Any, expected: str) -> CorruptCheckpointError:
+def _wrong(key: str, got: object, expected: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(f"{key}: {FieldError(got, expected)}")

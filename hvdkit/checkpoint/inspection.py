@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from hvdkit.checkpoint.files import RunPath, exists, run_path
 from hvdkit.checkpoint.folder import checkpoints_in, find_damage, latest
@@ -72,10 +71,10 @@ class Inspection:
     bytes: int
     damage: str | None
     variables: tuple[Variable, ...]
-    values: dict[str, Any]
-    rank_values: dict[str, list[Any]]
+    values: dict[str, object]
+    rank_values: dict[str, list[object]]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the attributes as JSON-compatible values."""
         return {**asdict(self), "path": str(self.path)}
 
@@ -121,7 +120,7 @@ class Listing:
     path: RunPath
     checkpoints: tuple[Overview, ...]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the attributes as JSON-compatible values."""
         checkpoints = [{**asdict(overview), "path": str(overview.path)} for overview in self.checkpoints]
         return {"path": str(self.path), "checkpoints": checkpoints}
@@ -223,7 +222,7 @@ def _not_found(path: RunPath) -> CheckpointError:
 def _inspect_one(path: RunPath) -> Inspection:
     manifest = Manifest.parse(path)
     damage = find_damage(path)
-    rank_values: dict[str, list[Any]] = {}
+    rank_values: dict[str, list[object]] = {}
     try:
         with Reader(path, manifest) as reader:
             rank_values = reader.all_rank_values()
@@ -262,7 +261,7 @@ def _row(variable: Variable) -> tuple[str, ...]:
     return printable(variable.name), kind, shape, variable.dtype, format_bytes(variable.bytes)
 
 
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
+def _leaves(name: str, value: object) -> Iterator[tuple[str, str]]:
     """Yield ``(name, value)`` for every leaf of nested mappings, with values truncated to one line."""
     if isinstance(value, Mapping):
         for key, child in value.items():

@@ -20,6 +20,7 @@ from hvdkit.checkpoint.bounds import RANKS, STEPS, manifest_bytes, most_files
 from hvdkit.checkpoint.files import RunPath, exists, names_in, read_bounded, read_errors, regular_sizes, write_text
 from hvdkit.checkpoint.schema import (
     FieldError,
+    Schema,
     array,
     checked,
     entry_name,
@@ -101,13 +102,13 @@ class Manifest:
     step: int
     size: int
     variables: dict[str, TensorEntry] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, object] = field(default_factory=dict)
     rank_values: list[str] = field(default_factory=list)
     files: dict[str, FileRecord] = field(default_factory=dict)
     created: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     checksum: str = ""
-    _version_1_values: dict[str, list[Any]] = field(default_factory=dict)
+    _version_1_values: dict[str, tuple[object, ...]] = field(default_factory=dict)
 
     def write(self, folder: RunPath) -> None:
         """Write ``folder/manifest.json`` durably.
@@ -118,7 +119,7 @@ class Manifest:
         """
         self.created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         self.versions = {"hvdkit": __version__, "numpy": np.__version__, "python": platform.python_version()}
-        content: dict[str, Any] = {"format": FORMAT, "format_version": VERSION}
+        content: dict[str, object] = {"format": FORMAT, "format_version": VERSION}
         content |= {key: getattr(self, key) for key in _UNCHANGED}
         content["variables"] = {name: asdict(saved) for name, saved in self.variables.items()}
         content["files"] = {n: {"bytes": r.bytes, "checksum": r.checksum} for n, r in self.files.items()}
@@ -128,7 +129,7 @@ class Manifest:
         self._check_readable(folder, content, written)
         write_text(folder / NAME, written)
 
-    def _check_readable(self, folder: RunPath, content: dict[str, Any], written: str) -> None:
+    def _check_readable(self, folder: RunPath, content: dict[str, object], written: str) -> None:
         """Raise CheckpointError if :meth:`load` would refuse this manifest: then the state must not be saved so."""
         most = manifest_bytes(len(self.files))
         if len(written) > most:
@@ -206,7 +207,7 @@ class Manifest:
         return manifest
 
     @classmethod
-    def _of_version_1(cls, *, rank_values: dict[str, Any], size: int, **others: Any) -> Manifest:
+    def _of_version_1(cls, *, rank_values: dict[str, tuple[object, ...]], size: int, **others: Any) -> Manifest:
         for name, values in rank_values.items():
             if len(values) != size:
                 raise FieldError(len(values), f"a value for each of {size} ranks", "rank_values", name)
@@ -267,7 +268,7 @@ class Manifest:
         matches = (_SHARD.fullmatch(name) for name in self.files)
         return {int(match[1]): match[0] for match in matches if match and int(match[2]) == self.size}
 
-    def rank_values_in(self, rank: int, file: TensorFile | None) -> Mapping[str, Any]:
+    def rank_values_in(self, rank: int, file: TensorFile | None) -> Mapping[str, object]:
         """Return the values specific to ``rank``, by name, from its open ``file`` (None if it did not write one).
 
         Raises:
@@ -347,12 +348,12 @@ def _entries(folder: RunPath) -> int:
 _UNCHANGED = ("step", "size", "values", "rank_values", "created", "versions")
 
 
-def _checksum(content: dict[str, Any]) -> str:
+def _checksum(content: dict[str, object]) -> str:
     """Return the checksum of a manifest's content, which excludes the checksum itself."""
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
-_FIELDS: Mapping[str, Any] = {
+_FIELDS: Mapping[str, Schema[object]] = {
     "step": integer(0, STEPS),
     "size": integer(1, RANKS),
     "variables": mapping(TENSOR),
@@ -361,7 +362,7 @@ _FIELDS: Mapping[str, Any] = {
     "created": text(),
     "versions": mapping(text(), text()),
 }
-_CONTENT: Mapping[int, Any] = {
+_CONTENT: Mapping[int, Schema[Manifest]] = {
     1: typed(Manifest._of_version_1, rank_values=mapping(array(plain)), **_FIELDS),
     2: typed(Manifest._of_version_2, rank_values=array(entry_name), **_FIELDS),
 }

@@ -8,7 +8,7 @@ import itertools
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 from hvdkit import cluster
 from hvdkit.checkpoint.entries import State, is_optional, key_of
@@ -22,7 +22,8 @@ from hvdkit.cluster.agreement import Problem, run_on_all_ranks
 from hvdkit.errors import CheckpointError, describe
 
 T = TypeVar("T")
-Signature: TypeAlias = list[tuple[str, str, tuple[int, ...], str, str | None]]
+Entry: TypeAlias = tuple[str, str, tuple[int, ...], str, str | None]  # name, kind, shape, dtype and partition
+Signature: TypeAlias = list[Entry]
 
 
 def run_on_chief(kind: str, action: Callable[[], T]) -> T:
@@ -40,7 +41,7 @@ def run_on_chief(kind: str, action: Callable[[], T]) -> T:
     return cast(T, agreement.gather(cluster.exchange(), kind, value, error=CheckpointError)[0])
 
 
-def agreed_state(state: Mapping[str, Any]) -> State:
+def agreed_state(state: Mapping[str, object]) -> State:
     """Flatten ``state`` and compare it across ranks; all ranks then use the chief's tensor names.
 
     Keras numbers layers per process, so the same model has other names on a rank that created an additional layer.
@@ -81,8 +82,8 @@ def _signature(state: State) -> Signature:
     return [*tensors, *((name, kind, (), "", None) for name, kind in kinds.items())]
 
 
-def _without_numbers(signature: Signature) -> list[tuple[Any, ...]]:
-    return [(without_numbers(name), *others) for name, *others in signature]
+def _without_numbers(signature: Signature) -> Signature:
+    return [(without_numbers(name), kind, shape, dtype, rule) for name, kind, shape, dtype, rule in signature]
 
 
 def _first_difference(odd: Signature, usual: Signature) -> tuple[str, str]:
@@ -91,7 +92,7 @@ def _first_difference(odd: Signature, usual: Signature) -> tuple[str, str]:
     return got, expected
 
 
-def _describe_tensor(signature: tuple[Any, ...]) -> str:
+def _describe_tensor(signature: Entry) -> str:
     name, kind, shape, dtype, partition = signature
     return f"{name!r} ({dtype}{list(shape)}, {kind}{' ' + partition if partition else ''})"
 
@@ -109,7 +110,7 @@ class Opened(NamedTuple):
     state: State
     manifest: Manifest
     indices: list[list[tuple[range, ...] | None]]
-    rank_values: Mapping[int, Mapping[str, Any]]
+    rank_values: Mapping[int, Mapping[str, object]]
 
 
 class _Opening(NamedTuple):
@@ -123,10 +124,10 @@ class _Opening(NamedTuple):
     problem: Problem | None
     indices: list[tuple[range, ...] | None]
     manifest: Manifest | None
-    rank_values: dict[int, Mapping[str, Any]]
+    rank_values: dict[int, Mapping[str, object]]
 
 
-def open_checkpoint(path: RunPath, into: Mapping[str, Any], *, gather: bool = False) -> Opened:
+def open_checkpoint(path: RunPath, into: Mapping[str, object], *, gather: bool = False) -> Opened:
     """Flatten ``into``, read the manifest of ``path``, and compare both across ranks, in one exchange.
 
     Every rank reads the manifest and sends its checksum, because a manifest has an entry for each rank and tensor and
@@ -202,7 +203,7 @@ def _read_again(path: RunPath, checksum: str) -> Manifest:
 
 def read_rank_values(
     path: RunPath, manifest: Manifest, state: State, ranks: Iterable[int]
-) -> dict[int, Mapping[str, Any]]:
+) -> dict[int, Mapping[str, object]]:
     """Return the plain values of those of ``ranks`` that saved; of no rank if ``state`` has no such values.
 
     Raises:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -36,7 +35,7 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         self._manifest = manifest
         self._files: dict[str, TensorFile] = {}
         self._open: dict[str, TensorFile] = {}  # least recently used first
-        self._totals: dict[str, Any] = {}
+        self._totals: dict[str, np.ndarray | np.float64] = {}
 
     def __exit__(self, *error: object) -> None:
         for file in self._files.values():
@@ -92,7 +91,7 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         divisor = saved_size if resize == "mean" else size
         return np.asarray(self._total(name) / divisor).astype(np.dtype(tensor.dtype))
 
-    def _total(self, name: str) -> np.ndarray:
+    def _total(self, name: str) -> np.ndarray | np.float64:
         """Return the float64 sum over the ranks that saved; each file is read once for all such tensors."""
         if name not in self._totals:
             tensors = self._manifest.variables
@@ -180,7 +179,7 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
                 into[start:stop] = block[(slice(None), *source[1:])]
         return into.size
 
-    def rank_values(self, rank: int) -> Mapping[str, Any]:
+    def rank_values(self, rank: int) -> Mapping[str, object]:
         """Return the plain values specific to ``rank``, by name.
 
         Raises:
@@ -189,7 +188,7 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         name = self._manifest.shards.get(rank)
         return self._manifest.rank_values_in(rank, None if name is None else self.open(name))
 
-    def all_rank_values(self) -> dict[str, list[Any]]:
+    def all_rank_values(self) -> dict[str, list[object]]:
         """Return the plain values of every rank that saved, ``{name: [rank 0's, rank 1's, ...]}``. Raises as above."""
         ranks = range(self._manifest.size if self._manifest.rank_values else 0)
         by_rank = [self.rank_values(rank) for rank in ranks]

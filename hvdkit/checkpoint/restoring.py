@@ -25,7 +25,7 @@ from hvdkit.errors import CheckpointError, CorruptCheckpointError
 from hvdkit.sharding.variables import broadcast_compared
 
 
-def restore(path: str | RunPath, into: Mapping[str, Any], *, gather: bool = False) -> dict[str, Any]:
+def restore(path: str | RunPath, into: Mapping[str, object], *, gather: bool = False) -> dict[str, Any]:
     """Restore the checkpoint ``path`` at any number of ranks, verifying every byte read.
 
     Args:
@@ -75,7 +75,9 @@ def restore(path: str | RunPath, into: Mapping[str, Any], *, gather: bool = Fals
     return {key: _replace(key, item, opened.state.restored) for key, item in into.items()}
 
 
-def restore_values(path: RunPath, manifest: Manifest, state: State, rank_values: Mapping[str, Any], rank: int) -> None:
+def restore_values(
+    path: RunPath, manifest: Manifest, state: State, rank_values: Mapping[str, object], rank: int
+) -> None:
     """Set the plain values of a state, and those of ``rank`` from ``rank_values`` if it saved some.
 
     Raises:
@@ -166,10 +168,10 @@ def _assign(tensor: StateTensor, part: np.ndarray | None) -> None:
         tensor.assign(tensor_of(part) if on_host else part)
 
 
-def _replace(name: str, item: Any, restored: Mapping[str, Any]) -> Any:
+def _replace(name: str, item: object, restored: Mapping[str, object]) -> object:
     """Return ``item`` with arrays and values replaced by the restored ones."""
     if isinstance(item, Mapping):
         return {key: _replace(f"{name}/{key}", part, restored) for key, part in item.items()}
-    if type(item) in (list, tuple):
+    if type(item) is list or type(item) is tuple:
         return type(item)(_replace(f"{name}/{number}", part, restored) for number, part in enumerate(item))
     return restored.get(name, item)

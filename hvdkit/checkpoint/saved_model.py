@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import keras
 
@@ -79,7 +78,7 @@ def export_saved_model(
     return directory
 
 
-def _check_model(model: Any) -> None:
+def _check_model(model: object) -> None:
     if not isinstance(model, keras.Model):
         remedy = "pass a model, or a function that returns one"
         raise TypeError(describe("model", type(model).__name__, "a Keras model", remedy))
@@ -91,7 +90,7 @@ def _check_model(model: Any) -> None:
         raise ValueError(describe("model", f"{model.name!r}, which is sharded across ranks", "a whole model", remedy))
 
 
-def _export(model: Any, directory: Path, overwrite: bool) -> None:
+def _export(model: keras.Model, directory: Path, overwrite: bool) -> None:
     temporary = directory.with_name(f".{directory.name}.{os.getpid()}")
     with checkpoint_errors(directory, "written"), replaced(directory, temporary):
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +100,7 @@ def _export(model: Any, directory: Path, overwrite: bool) -> None:
             remove_folder(directory)
 
 
-def _restore(path: RunPath, into: dict[str, Any]) -> None:
+def _restore(path: RunPath, into: Mapping[str, object]) -> None:
     """Restore a state in this process only, as with a world size of 1."""
     manifest = Manifest.load(path)
     state = flatten(into)

@@ -6,7 +6,7 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hvdkit import cluster
 from hvdkit.checkpoint.chief_io import ThroughChief
@@ -22,7 +22,7 @@ from hvdkit.errors import CheckpointError, HvdkitError, NonFiniteError, describe
 _POLL_SECONDS = 0.02
 
 
-def save(path: str | RunPath, state: Mapping[str, Any], *, step: int | None = None, gather: bool = False) -> RunPath:
+def save(path: str | RunPath, state: Mapping[str, object], *, step: int | None = None, gather: bool = False) -> RunPath:
     """Save ``state`` as the checkpoint ``path``; return when it is complete and on disk.
 
     The checkpoint is written under a temporary name and renamed at the end, so ``path`` is never incomplete. The chief

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeAlias, TypeVar
 
 from hvdkit.checkpoint.bounds import (
     BYTES_PER_JSON_VALUE,
@@ -31,7 +31,7 @@ from hvdkit.checkpoint.bounds import (
 from hvdkit.errors import CorruptCheckpointError
 
 T = TypeVar("T")
-Schema: TypeAlias = Callable[[Any], T]
+Schema: TypeAlias = Callable[[object], T]
 
 _SHOWN = 60  # characters of a wrong value in a message
 
@@ -64,7 +64,7 @@ def _place(fields: list[str | int]) -> str:
     return f"{text}: " if text else ""
 
 
-def checked(value: Any, schema: Schema[T], file: object) -> T:
+def checked(value: object, schema: Schema[T], file: object) -> T:
     """Return ``value`` as ``schema`` returns it.
 
     Raises:
@@ -76,7 +76,7 @@ def checked(value: Any, schema: Schema[T], file: object) -> T:
         raise CorruptCheckpointError(f"{file}: {error}") from None
 
 
-def json_of(text: bytes | bytearray | str, file: object) -> Any:
+def json_of(text: bytes | bytearray | str, file: object) -> object:
     """Return parsed JSON.
 
     Raises:
@@ -104,7 +104,7 @@ def too_many_values(text: str) -> str | None:
 def integer(minimum: int = 0, maximum: int = TOTAL_BYTES) -> Schema[int]:
     """Return the schema of an integer."""
 
-    def check(value: Any) -> int:
+    def check(value: object) -> int:
         if type(value) is not int or not minimum <= value <= maximum:
             raise FieldError(value, f"an integer from {minimum} to {maximum}")
         return value
@@ -117,7 +117,7 @@ def text(
 ) -> Schema[str]:
     """Return the schema of a string of at most ``most`` characters that matches ``pattern``; surrogates do not fit."""
 
-    def check(value: Any) -> str:
+    def check(value: object) -> str:
         if type(value) is not str or (pattern is not None and not pattern.fullmatch(value)):
             raise FieldError(value, expected)
         if most is not None and len(value) > most:
@@ -139,7 +139,7 @@ entry_name = text(expected="a name", most=NAME_LENGTH)
 def choice(options: Mapping[str, T]) -> Schema[T]:
     """Return the schema of a key of ``options``, which is replaced by its value."""
 
-    def check(value: Any) -> T:
+    def check(value: object) -> T:
         if type(value) is not str or value not in options:
             raise FieldError(value, f"one of {', '.join(options)}")
         return options[value]
@@ -155,7 +155,7 @@ def optional(schema: Schema[T]) -> Schema[T | None]:
 def array(item: Schema[T], *, most: int | None = None, exactly: int | None = None) -> Schema[tuple[T, ...]]:
     """Return the schema of an array, which becomes a tuple."""
 
-    def check(value: Any) -> tuple[T, ...]:
+    def check(value: object) -> tuple[T, ...]:
         if type(value) is not list and type(value) is not tuple:
             raise FieldError(value, "an array")
         if (most is not None and len(value) > most) or (exactly is not None and len(value) != exactly):
@@ -171,7 +171,7 @@ def array(item: Schema[T], *, most: int | None = None, exactly: int | None = Non
 def mapping(item: Schema[T], key: Schema[str] = entry_name) -> Schema[dict[str, T]]:
     """Return the schema of an object with any keys that fit ``key``; by default names of tensors or values."""
 
-    def check(value: Any) -> dict[str, T]:
+    def check(value: object) -> dict[str, T]:
         if type(value) is not dict:
             raise FieldError(value, "an object")
         for each in value:
@@ -184,7 +184,7 @@ def mapping(item: Schema[T], key: Schema[str] = entry_name) -> Schema[dict[str, 
     return check
 
 
-def _each(items: Any, item: Schema[T]) -> Iterator[T]:
+def _each(items: Iterable[tuple[str | int, object]], item: Schema[T]) -> Iterator[T]:
     for place, value in items:
         try:
             yield item(value)
@@ -193,10 +193,10 @@ def _each(items: Any, item: Schema[T]) -> Iterator[T]:
             raise
 
 
-def typed(make: Callable[..., T], **fields: Schema[Any]) -> Schema[T]:
+def typed(make: Callable[..., T], **fields: Schema[object]) -> Schema[T]:
     """Return the schema of an object with at least ``fields``, which become arguments of ``make``."""
 
-    def check(value: Any) -> T:
+    def check(value: object) -> T:
         if type(value) is not dict:
             raise FieldError(value, "an object")
         arguments = {}
@@ -213,7 +213,7 @@ def typed(make: Callable[..., T], **fields: Schema[Any]) -> Schema[T]:
     return check
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> object:
     """Schema of any JSON value that is nested at most :data:`DEPTH` times; it stays as it is."""
     level = [value]
     depth = 0

@@ -67,8 +67,8 @@ class ShardedState(Protocol):
         True
     """
 
-    shape: Any
-    dtype: Any
+    shape: tuple[int, ...] | tf.TensorShape
+    dtype: str | np.dtype | tf.DType
     partition: str
 
     @property
@@ -87,7 +87,7 @@ class ShardedState(Protocol):
         """
 
 
-def flatten(state: Mapping[str, Any]) -> State:
+def flatten(state: Mapping[str, object]) -> State:
     """Flatten a user-defined ``state``.
 
     Args:
@@ -110,7 +110,7 @@ def flatten(state: Mapping[str, Any]) -> State:
     return flattened
 
 
-def _walk(state: State, name: str, item: Any) -> None:
+def _walk(state: State, name: str, item: object) -> None:
     if hasattr(item, "checkpoint_state"):
         _walk(state, name, item.checkpoint_state())
     elif isinstance(item, keras.Model | keras.layers.Layer):
@@ -147,7 +147,7 @@ def _walk(state: State, name: str, item: Any) -> None:
         )
 
 
-def _add_layer(state: State, name: str, layer: Any) -> None:
+def _add_layer(state: State, name: str, layer: keras.layers.Layer) -> None:
     seeds, statistics = _per_rank_variables(layer)
     done = _add_sharded_layers(state, name, layer)
     # A constant weight may be infinite, such as an attention mask; a metric may be NaN.
@@ -164,7 +164,7 @@ def _add_layer(state: State, name: str, layer: Any) -> None:
             _add_variable(state, path, variable, "replicated", key=name, allowed=allowed.get(id(variable), "any"))
 
 
-def _add_sharded_layers(state: State, name: str, layer: Any) -> set[int]:
+def _add_sharded_layers(state: State, name: str, layer: keras.layers.Layer) -> set[int]:
     """Add the sublayers of ``layer`` that define ``checkpoint_state()``; return their variables' ids."""
     added: set[int] = set()
     for sublayer in layer._flatten_layers(include_self=False):
@@ -174,7 +174,7 @@ def _add_sharded_layers(state: State, name: str, layer: Any) -> set[int]:
     return added
 
 
-def _per_rank_variables(layer: Any) -> tuple[set[int], set[int]]:
+def _per_rank_variables(layer: keras.layers.Layer) -> tuple[set[int], set[int]]:
     """Return the ids of the per-rank variables: generator states, and moving statistics."""
     seeds = {id(v) for v in layer.variables if is_seed_state(v)}
     statistics = {
@@ -187,7 +187,7 @@ def _per_rank_variables(layer: Any) -> tuple[set[int], set[int]]:
     return seeds, statistics
 
 
-def _add_optimizer(state: State, name: str, optimizer: Any) -> None:
+def _add_optimizer(state: State, name: str, optimizer: keras.optimizers.Optimizer) -> None:
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     reduction = getattr(inner, "_hvdkit", None)
     if reduction is None and any(holding_of(v) is not None for v in inner._trainable_variables):
@@ -211,14 +211,14 @@ def _add_optimizer(state: State, name: str, optimizer: Any) -> None:
             _add_variable(state, path, variable, "replicated", key=name, allowed="finite")
 
 
-def _scalar(value: Any) -> Any:
+def _scalar(value: object) -> bool | int | float | str | None:
     """Return a saved value that was no mapping or sequence. Its type may differ from that of the current one."""
     if value is not None and not isinstance(value, bool | int | float | str):
         raise CorruptCheckpointError(str(FieldError(value, "a number, a string, true, false or null")))
     return value
 
 
-def _check_accumulation(steps: int, saved: Any) -> None:
+def _check_accumulation(steps: int, saved: object) -> None:
     """Check the number of accumulation steps: accumulated gradients are valid only for the same number."""
     if type(saved) is not int or saved < 1:
         raise CorruptCheckpointError(str(FieldError(saved, "an integer of at least 1")))
@@ -229,7 +229,7 @@ def _check_accumulation(steps: int, saved: Any) -> None:
 def _add_variable(
     state: State,
     name: str,
-    variable: Any,
+    variable: AnyVariable,
     kind: Kind,
     resize: Resize = "keep",
     *,
@@ -265,7 +265,7 @@ def _array(tensor: tf.Tensor) -> np.ndarray:
 
 def _add_sharded(state: State, name: str, item: ShardedState, allowed: Allowed) -> None:
     def read() -> np.ndarray:
-        part: Any = item.local
+        part = item.local
         if isinstance(part, np.ndarray):
             return part.copy()
         part = part.value if isinstance(part, keras.Variable) else part

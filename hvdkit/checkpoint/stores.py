@@ -107,7 +107,7 @@ def open_store(path: str | Path | UPath, argument: str) -> UPath:
         raise ValueError(describe(argument, got, f"{expected}; this one cannot be written", "pass another"))
     try:
         get_filesystem_class(scheme.partition("+")[0])  # webdav+http, as universal-pathlib writes it
-        folder = UPath(given, **{**options, "use_listings_cache": False})
+        folder: UPath = UPath(given, **{**options, "use_listings_cache": False})
         try:
             client = folder.fs
         except TypeError:  # it takes no options of fsspec, e.g. webdav4, which keeps no listings
@@ -134,7 +134,7 @@ def without_secrets(text: str) -> str:
     return _SECRETS.sub(lambda match: f"{match[1] or match[2]}***{'@' if match[1] else ''}", text)
 
 
-def request(path: UPath, action: str, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
+def request(path: UPath, action: str, function: Callable[..., T], *arguments: object, **options: object) -> T:
     """Call a function of a path's file system, and again with growing pauses if the store does not answer.
 
     It is repeated for :data:`ANSWER_SECONDS`, or as :func:`patiently` says.

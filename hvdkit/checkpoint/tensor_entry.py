@@ -124,7 +124,7 @@ def _find_overlap(boxes: list[tuple[range, ...]]) -> tuple[int, int] | None:
     return None
 
 
-def _axis(value: Any) -> tuple[int, int, int]:
+def _axis(value: object) -> tuple[int, int, int]:
     """Schema of the indices along an axis, ``[start, stop, step]``."""
     if (type(value) is list or type(value) is tuple) and len(value) == 3:
         start, stop, step = value

@@ -17,8 +17,9 @@ import math
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -162,7 +163,7 @@ def _locations(tensors: Sequence[StateTensor]) -> dict[str, TensorLocation]:
 
 def _header(locations: dict[str, TensorLocation], metadata: Mapping[str, str]) -> bytes:
     digests = {f"{_DIGESTS}{name}": x.digests for name, x in locations.items()}
-    entries: dict[str, Any] = {"__metadata__": {**metadata, **digests}}
+    entries: dict[str, object] = {"__metadata__": {**metadata, **digests}}
     for name, x in locations.items():
         end = x.start + x.bytes
         entries[name] = {"dtype": _NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [x.start, end]}
@@ -174,7 +175,7 @@ def _header(locations: dict[str, TensorLocation], metadata: Mapping[str, str]) -
     return struct.pack("<Q", len(text)) + text
 
 
-def _write_tensor(file: Any, tensor: StateTensor, location: TensorLocation) -> Iterator[str]:
+def _write_tensor(file: FileIO, tensor: StateTensor, location: TensorLocation) -> Iterator[str]:
     for first, last in _blocks(location, 0, location.blocks):
         rows = tensor.block(first, last)
         if (value := not_allowed(rows, tensor.allowed)) is not None:
@@ -227,10 +228,10 @@ def _blocks(location: TensorLocation, first: int, last: int) -> Iterator[tuple[i
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
-    return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+    return array.reshape(-1).view(np.uint8).data
 
 
-def _write(file: Any, data: Any) -> None:
+def _write(file: FileIO, data: bytes | memoryview) -> None:
     view = memoryview(data)
     while view:
         view = view[file.write(view) :]

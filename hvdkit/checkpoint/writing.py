@@ -12,9 +12,9 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 from hvdkit.checkpoint import stores
 from hvdkit.checkpoint.destination import destination_of
@@ -27,6 +27,8 @@ from hvdkit.checkpoint.tensor_entry import Part, TensorEntry
 from hvdkit.checkpoint.tensorfile import FileRecord, NonFiniteTensor, write_file
 from hvdkit.errors import CheckpointError, NonFiniteError
 
+Indices: TypeAlias = Mapping[str, Sequence[Sequence[int]]]
+"""For each sharded tensor: start, stop and step along each axis of a rank's part."""
 _NICENESS = 10  # niceness increment of a background save, so that training takes precedence if cores are scarce
 
 
@@ -39,10 +41,10 @@ class SaveReport(NamedTuple):
     """
 
     files: dict[str, FileRecord]
-    indices: dict[str, Any]
+    indices: Indices
 
     @classmethod
-    def of(cls, files: dict[str, list[Any]], indices: dict[str, Any]) -> SaveReport:
+    def of(cls, files: dict[str, tuple[Any, ...]], indices: Indices) -> SaveReport:
         """Return the report that was written as JSON; the manifest made of it is checked as a whole."""
         return cls({name: FileRecord(*record) for name, record in files.items()}, indices)
 
@@ -61,8 +63,8 @@ class Snapshot:
     """
 
     tensors: list[StateTensor] = field(default_factory=list)
-    values: dict[str, Any] = field(default_factory=dict)
-    rank_values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, object] = field(default_factory=dict)
+    rank_values: dict[str, object] = field(default_factory=dict)
 
     @classmethod
     def of(cls, state: State, rank: int, *, in_place: bool = False) -> Snapshot:
@@ -102,7 +104,7 @@ class Snapshot:
             raise CheckpointError(f"a rank's values cannot be saved: JSON that {problem}; save large values as arrays")
         return {RANK_VALUES: written} if self.rank_values else {}
 
-    def indices(self) -> dict[str, Any]:
+    def indices(self) -> Indices:
         """Return the index of this rank's part of each sharded tensor, for JSON."""
         return {t.name: [(i.start, i.stop, i.step) for i in t.index] for t in self.tensors if t.index is not None}
 
@@ -249,7 +251,7 @@ class Save:
         return report
 
     def write_shard(
-        self, rank: int, tensors: list[StateTensor], metadata: dict[str, str], indices: dict[str, Any]
+        self, rank: int, tensors: list[StateTensor], metadata: dict[str, str], indices: Indices
     ) -> SaveReport:
         """Write and publish the file with the tensors and plain values of ``rank``, if there are any."""
         report = self._write_shard(rank, tensors, metadata, indices)
@@ -261,7 +263,7 @@ class Save:
             self.destination.publish(name)
 
     def _write_shard(
-        self, rank: int, tensors: list[StateTensor], metadata: dict[str, str], indices: dict[str, Any]
+        self, rank: int, tensors: list[StateTensor], metadata: dict[str, str], indices: Indices
     ) -> SaveReport:
         name = shard_name(rank, self.size, self.destination.suffix)
         return SaveReport({name: self._write(name, tensors, rank, metadata)} if tensors or metadata else {}, indices)
@@ -330,4 +332,6 @@ def build_manifest(snapshot: Snapshot, reports: list[SaveReport], *, step: int) 
 
 
 def _part_index(tensor: StateTensor, report: SaveReport) -> tuple[tuple[int, int, int], ...] | None:
-    return None if tensor.index is None else tuple(tuple(axis) for axis in report.indices[tensor.name])
+    if tensor.index is None:
+        return None
+    return tuple(cast("tuple[int, int, int]", tuple(axis)) for axis in report.indices[tensor.name])

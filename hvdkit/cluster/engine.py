@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from hvdkit.cluster.mesh import HorovodProcessSet
 from hvdkit.cluster.tensorflow_loading import load_tensorflow
@@ -55,7 +55,7 @@ def load_horovod() -> ModuleType:
             + see("compatibility"),
             name="horovod",
         ) from error
-    return hvd
+    return cast("ModuleType", hvd)
 
 
 def _check_keras_backend() -> None:

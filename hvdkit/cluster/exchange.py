@@ -14,7 +14,7 @@ import pickle
 import time
 from collections.abc import Iterator, Sequence
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from hvdkit.errors import ClusterError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+T = TypeVar("T")
 _LEAVE_TAG = 7
 MAX_BYTES = 2**31 - 1  # maximum bytes of one collective: MPI counts them with a C int
 # Bytes of each rank's message that are sent along with its length over MPI: minimum, maximum, and total of all ranks.
@@ -82,7 +83,7 @@ class ObjectExchange:
         """True if objects are sent over mpi4py, which does not need TensorFlow."""
         return self._comm is not None
 
-    def allgather(self, value: object, name: str = _OBJECTS) -> list[Any]:
+    def allgather(self, value: T, name: str = _OBJECTS) -> list[T]:
         """Return the ``value`` of every rank, in rank order. This rank's value is also returned as a copy.
 
         Args:
@@ -150,7 +151,8 @@ class ObjectExchange:
 
             with tf.init_scope(), tf.device("/CPU:0"):  # eagerly, even while a graph is being traced
                 options = {} if self._group is None else {"process_set": self._group.process_set}
-                return self._horovod.allgather(local, name="hvdkit.objects", **options).numpy()
+                gathered: np.ndarray = self._horovod.allgather(local, name="hvdkit.objects", **options).numpy()
+                return gathered
         gathered = np.empty(int(counts.sum()), np.uint8)
         self._wait(self._comm.Iallgatherv(local, (gathered, counts)))
         return gathered

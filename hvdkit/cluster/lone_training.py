@@ -22,13 +22,18 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from hvdkit.cluster.live_objects import live_instances
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import see
+
+if TYPE_CHECKING:
+    import keras
+    import numpy.typing as npt
+    import tensorflow as tf
 
 COMBINES = "_hvdkit"
 """The attribute of an optimizer that combines gradients."""
@@ -63,9 +68,9 @@ class LoneTraining:
         self._is_reported = False
         self._size = 1
         # The number of iterations of each optimizer from which this world counts.
-        self._first: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._first: weakref.WeakKeyDictionary[keras.optimizers.Optimizer, int] = weakref.WeakKeyDictionary()
         # Handles and values of restored numbers, by the handle's identity, which they keep from being used again.
-        self._restored: dict[int, tuple[Any, int]] = {}
+        self._restored: dict[int, tuple[tf.Tensor, int]] = {}
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -84,14 +89,14 @@ class LoneTraining:
         self._thread = threading.Thread(target=self._run, args=[self._ended], name="hvdkit-lone-training", daemon=True)
         self._thread.start()
 
-    def add_collective(self, values: Iterable[Any]) -> None:
+    def add_collective(self, values: Iterable[npt.ArrayLike | tf.Tensor]) -> None:
         """Take note of a collective that combines ``values``: numbers, arrays or tensors."""
         if self.is_evaluating:
             return
         self._has_combined_numbers = True
         self.is_combined |= not all(_is_number(each) for each in values)
 
-    def note_restored(self, variables: Iterable[Any]) -> None:
+    def note_restored(self, variables: Iterable[tf.Variable]) -> None:
         """Take note of the values that variables have from a checkpoint: optimizers count from them."""
         numbers = [each for each in variables if each.shape.rank == 0 and each.dtype.is_integer]
         self._restored.update((id(each.handle), (each.handle, int(each.numpy()))) for each in numbers)
@@ -170,7 +175,7 @@ def _report_of(size: int) -> str:
     )
 
 
-def _optimizers() -> dict[Any, _Use]:
+def _optimizers() -> dict[keras.optimizers.Optimizer, _Use]:
     """Return the existing optimizers, and how the program uses each."""
     keras = sys.modules.get("keras")
     tf = sys.modules.get("tensorflow")
@@ -191,13 +196,13 @@ def _optimizers() -> dict[Any, _Use]:
     }
 
 
-def _handle(optimizer: Any) -> Any:
+def _handle(optimizer: keras.optimizers.Optimizer) -> tf.Tensor | None:
     """Return the tensor by which graphs refer to an optimizer's number of iterations."""
     iterations = getattr(optimizer, "iterations", None)
     return getattr(getattr(iterations, "value", None), "handle", None)
 
 
-def _iterations(optimizer: Any) -> int:
+def _iterations(optimizer: keras.optimizers.Optimizer) -> int:
     """Return an optimizer's number of iterations; 0 if it cannot be read."""
     try:
         return int(optimizer.iterations.numpy())
@@ -205,7 +210,7 @@ def _iterations(optimizer: Any) -> int:
         return 0
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: npt.ArrayLike | tf.Tensor | keras.Variable) -> bool:
     """Return True for a number, and for an array or tensor that has one element as far as is known."""
     try:
         return math.prod(np.shape(value)) == 1
@@ -213,7 +218,7 @@ def _is_number(value: Any) -> bool:
         return False
 
 
-def _trains_numbers(optimizer: Any) -> bool:
+def _trains_numbers(optimizer: keras.optimizers.Optimizer) -> bool:
     """Return True if each variable of an optimizer is a single number."""
     variables = getattr(optimizer, "_trainable_variables", None) or ()  # empty until the optimizer is built
     return bool(variables) and all(_is_number(each) for each in variables)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ class Retries:
     before: Callable[[], None] = lambda: None
     before_pause: Callable[[float], None] = lambda seconds: None
 
-    def call(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    def call(self, function: Callable[..., T], *arguments: object, **options: object) -> T:
         """Call a function until it returns; return its result.
 
         Raises:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from hvdkit.errors import describe
 
@@ -27,7 +26,7 @@ def read_settings(path: Path) -> dict[str, str]:
     return settings
 
 
-def read_file(path: Path) -> dict[str, Any]:
+def read_file(path: Path) -> dict[str, object]:
     """Return the contents of the file. Raises ValueError if it is missing or was not written by ``hvdkit tune``."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

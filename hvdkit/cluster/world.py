@@ -19,7 +19,7 @@ from hvdkit.cluster.lone_training import lone_training
 from hvdkit.cluster.mesh import DATA, Group, HorovodProcessSet, group_of, sets_of_any_mesh
 from hvdkit.cluster.progress import progress
 from hvdkit.cluster.rank_facts import gather_rank_facts
-from hvdkit.errors import ClusterError, describe
+from hvdkit.errors import ClusterError, HvdkitError, describe
 from hvdkit.machine import processes
 from hvdkit.machine.cores import affinity
 from hvdkit.machine.environment import ineffective_settings
@@ -220,7 +220,7 @@ def alone() -> Iterator[None]:
 def _current() -> _World:
     if _world is None:
         remedy = "add it at the top of the script"
-        error = ClusterError(f"hk.init(): not called yet, expected before any other call; {remedy}")
+        error: HvdkitError = ClusterError(f"hk.init(): not called yet, expected before any other call; {remedy}")
         error.page = None  # the message says it all
         uncaught_errors().install_alone()  # its report leaves out hvdkit's frames
         raise error

@@ -73,7 +73,7 @@ def agree_on_call(call: Call, group: Group | None = None) -> list[Call]:
     sent: Contribution[object] = call
     if call.problem is not None:
         sent = Contribution(call.kind, None, Problem.of(call.problem, CollectiveMismatchError))
-    calls: list[Call] = cluster.exchange(group).allgather(sent, str(call))
+    calls = cast("list[Call]", cluster.exchange(group).allgather(sent, str(call)))
     if call.problem is not None:
         raise call.problem
     if len({each.signature() if type(each) is Call else None for each in calls}) > 1:

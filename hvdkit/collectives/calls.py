@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import tensorflow as tf
@@ -20,7 +20,7 @@ from hvdkit.cluster.lone_training import lone_training
 from hvdkit.collectives import tensors
 from hvdkit.collectives.batch_share import gradient_factor, times_share, without_outer_tape
 from hvdkit.collectives.call_checks import JOIN, SMALL_BYTES, Call, agree_on_call, attempt
-from hvdkit.collectives.conversion import TensorLike, as_tensor, is_symbolic, result_converter
+from hvdkit.collectives.conversion import SameKind, TensorLike, as_tensor, is_symbolic, result_converter
 from hvdkit.collectives.refusal import require_allowed
 from hvdkit.errors import describe
 from hvdkit.internals import record
@@ -62,7 +62,7 @@ class Collective:
     combines: bool = True
 
 
-def run(collective: Collective, values: Sequence[TensorLike]) -> list[Any]:
+def run(collective: Collective, values: Sequence[TensorLike]) -> list[SameKind]:
     """Run a collective on ``values``; return results of the same kind: numbers, arrays or tensors."""
     require_allowed(collective.kind)
     inputs: Tensors = []
@@ -187,4 +187,4 @@ def _with_rows(x: tf.Tensor) -> tf.Tensor:
 
 
 def _nbytes(x: tf.Tensor) -> int:
-    return math.prod(x.shape) * x.dtype.size
+    return int(math.prod(x.shape) * x.dtype.size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 
 TensorLike: TypeAlias = "npt.ArrayLike | tf.Tensor | tf.Variable | keras.Variable | tf.IndexedSlices"
 """What users pass to collectives."""
+SameKind: TypeAlias = Any
+"""What collectives return: a number, NumPy array, tensor or IndexedSlices, of the kind of what was passed."""
+F = TypeVar("F", bound=Callable[..., object])
 # Collectives build graph nodes in plain Python, which AutoGraph need not convert.
-graph_safe = tf.autograph.experimental.do_not_convert
+graph_safe: Callable[[F], F] = tf.autograph.experimental.do_not_convert
 
 
 def is_symbolic(x: object) -> bool:
@@ -58,18 +61,18 @@ def as_tensor(x: TensorLike) -> tf.Tensor:
 def _holds_numbers(dtype: np.dtype) -> bool:
     # Ask TensorFlow instead of NumPy, which regards bfloat16 as "void".
     try:
-        return tf.as_dtype(dtype) != tf.string
+        return bool(tf.as_dtype(dtype) != tf.string)
     except TypeError:
         return False
 
 
-def result_converter(original: TensorLike) -> Callable[[tf.Tensor | np.ndarray], Any]:
+def result_converter(original: TensorLike) -> Callable[[tf.Tensor | np.ndarray], SameKind]:
     """Return the function that converts a result to the kind of ``original``.
 
     Tensors and variables give tensors; everything else gives NumPy arrays, or plain numbers for scalar results.
     """
     if isinstance(original, (tf.Tensor, tf.Variable)) or isinstance(getattr(original, "value", None), tf.Variable):
-        return tf.convert_to_tensor
+        return lambda y: tf.convert_to_tensor(y)
     if type(original) in (bool, int, float):
         return lambda y: _array(y).item() if np.ndim(y) == 0 else _array(y)
     # NumPy scalars stay scalars.

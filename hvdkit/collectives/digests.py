@@ -5,8 +5,6 @@ They are meant for comparison, and are not cryptographically secure.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import tensorflow as tf
 import xxhash
@@ -53,24 +51,24 @@ def tf_variable(variable: object) -> tf.Variable:
     return inner
 
 
-def _bytes_of(value: tf.Tensor) -> Any:
+def _bytes_of(value: tf.Tensor) -> bytes | memoryview:
     """Return the bytes of ``value``, without a copy if possible."""
     if value.dtype == tf.string:
-        return tf.io.serialize_tensor(value).numpy()
+        return bytes(tf.io.serialize_tensor(value).numpy())
     # Reshape first, because NumPy cannot view a bfloat16 scalar. Neither the reshape nor the view copies.
-    return np.asarray(tf.reshape(value, [-1])).view(np.uint8)
+    return np.asarray(tf.reshape(value, [-1])).view(np.uint8).data
 
 
-def digest_of_batch(data: Any) -> tf.Tensor:
+def digest_of_batch(data: object) -> tf.Tensor:
     """Return an int64 hash of a batch's first rows, last rows and numbers of rows."""
 
-    def ends(x: tf.Tensor) -> Any:
+    def ends(x: tf.Tensor) -> tf.Tensor | tuple[tf.Tensor, ...]:
         return (x[:1], x[-1:], tf.shape(x)[0]) if x.shape.rank else x
 
     return hash_of([ends(x) for x in tf.nest.flatten(data, expand_composites=True) if x is not None])
 
 
-def hash_of(data: Any) -> tf.Tensor:
+def hash_of(data: object) -> tf.Tensor:
     """Return an int64 hash of all tensors in a structure, including their dtypes and shapes."""
     total = tf.zeros([], tf.int64)
     for x in tf.nest.flatten(data, expand_composites=True):
@@ -78,7 +76,7 @@ def hash_of(data: Any) -> tf.Tensor:
     return total
 
 
-def digest_in_any_order(data: Any) -> tf.Tensor:
+def digest_in_any_order(data: object) -> tf.Tensor:
     """Return an int64 hash of a batch's rows in any order: the sum over batches depends on their rows only.
 
     Reads at most about 1,024 evenly spaced elements of a row. Of ragged and sparse tensors, it reads each value.

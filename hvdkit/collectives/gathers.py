@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,13 +14,15 @@ from hvdkit import cluster
 from hvdkit.collectives import dtypes, numpy_collectives, tensors
 from hvdkit.collectives.batch_share import current_factor, record_gathered_rows, row_ratio, within_share
 from hvdkit.collectives.calls import Collective, Tensors, run
-from hvdkit.collectives.conversion import TensorLike, as_tensor, graph_safe, result_converter
+from hvdkit.collectives.conversion import SameKind, TensorLike, as_tensor, graph_safe, result_converter
 from hvdkit.collectives.process_sets import RankGroup, describe_group, resolve
 from hvdkit.errors import HvdkitError, describe
 
 
 @graph_safe
-def allgather(x: TensorLike, *, process_set: RankGroup = None, group: RankGroup = None, name: str | None = None) -> Any:
+def allgather(
+    x: TensorLike, *, process_set: RankGroup = None, group: RankGroup = None, name: str | None = None
+) -> SameKind:
     """Concatenate ``x`` of all ranks along the first axis, in rank order; every rank gets the result.
 
     The gradient of this rank's ``x`` is the sum over all ranks of the gradients of its rows.
@@ -56,7 +58,7 @@ def allgather(x: TensorLike, *, process_set: RankGroup = None, group: RankGroup 
 @graph_safe
 def grouped_allgather(
     xs: Sequence[TensorLike], *, process_set: RankGroup = None, group: RankGroup = None, name: str | None = None
-) -> list[Any]:
+) -> list[SameKind]:
     """Gather several values like ``hk.allgather``, with a single comparison of the ranks' calls.
 
     Args:
@@ -111,7 +113,7 @@ def _gradient_of_rows(x: tf.Tensor, dy: tf.Tensor, members: cluster.Group | None
 @graph_safe
 def gather_rows(
     x: TensorLike, *, process_set: RankGroup = None, group: RankGroup = None, name: str | None = None
-) -> Any:
+) -> SameKind:
     """Concatenate the rows of all ranks in rank order; each rank contributes the gradient of its own rows.
 
     For losses and layers that compare the rows of a batch with each other.
@@ -235,7 +237,7 @@ def alltoall(
     process_set: RankGroup = None,
     group: RankGroup = None,
     name: str | None = None,
-) -> Any:
+) -> SameKind:
     """Send the first ``splits[0]`` rows of ``x`` to rank 0, the next ``splits[1]`` rows to rank 1, and so on.
 
     The gradient of each row is returned from the rank that received it.

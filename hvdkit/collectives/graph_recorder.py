@@ -71,7 +71,8 @@ def _call_after(values: Result, function: Callable[..., None], arguments: Sequen
         element = tf.reshape(every[0], [-1])[:1]
         called = tf.numpy_function(call, [element, *arguments], tf.int32, stateful=False)
     called = tf.ensure_shape(called, [])
-    return tf.nest.map_structure(lambda x: depending_on(called >= 0, x), values)
+    passed_on: Result = tf.nest.map_structure(lambda x: depending_on(called >= 0, x), values)
+    return passed_on
 
 
 def depending_on(condition: tf.Tensor, x: tf.Tensor) -> tf.Tensor:

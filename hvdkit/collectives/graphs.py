@@ -111,7 +111,7 @@ def _is_for_xla(graph: tf.Graph) -> bool:
         outer = outer.outer_graph
     if outer in _DIVIDED:
         return _is_for_xla(outer.outer_graph)
-    return control_flow_util.GraphOrParentsInXlaContext(graph)
+    return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
 
 
 def refuse_xla() -> None:

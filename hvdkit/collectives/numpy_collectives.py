@@ -49,7 +49,7 @@ def reduce(
 def _min_or_max(parts: Sequence[np.ndarray], op: ReduceOp) -> np.ndarray:
     """Return the elementwise minimum or maximum. NaN propagates, and -0 is less than 0."""
     stack = np.stack(parts)
-    result = stack.min(axis=0) if op == ReduceOp.Min else stack.max(axis=0)
+    result: np.ndarray = stack.min(axis=0) if op == ReduceOp.Min else stack.max(axis=0)
     if stack.dtype.kind != "f":
         return result
     negative = np.signbit(stack).any(axis=0) if op == ReduceOp.Min else np.signbit(stack).all(axis=0)
@@ -59,10 +59,12 @@ def _min_or_max(parts: Sequence[np.ndarray], op: ReduceOp) -> np.ndarray:
 def _divided(total: np.ndarray, size: int) -> np.ndarray:
     """Return ``total / size``, rounded toward zero for integers."""
     if total.dtype.kind == "f":
-        return total / total.dtype.type(size)
+        exact: np.ndarray = total / total.dtype.type(size)
+        return exact
     quotient = total // size
     # Floor division rounds down: add 1 to negative inexact quotients.
-    return quotient + ((total < 0) & (quotient * size != total)).astype(total.dtype)
+    rounded: np.ndarray = quotient + ((total < 0) & (quotient * size != total)).astype(total.dtype)
+    return rounded
 
 
 def _scaled(x: np.ndarray, factor: float) -> np.ndarray:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
+from typing import Any, TypeVar
 
 from hvdkit import cluster
 from hvdkit.collectives.call_checks import Call, agree_on_call, check_root, exchange_payloads
 from hvdkit.collectives.process_sets import RankGroup, describe_group, resolve
 from hvdkit.collectives.refusal import require_allowed
 from hvdkit.errors import describe
+
+T = TypeVar("T")
 
 
 def barrier(*, process_set: RankGroup = None, group: RankGroup = None) -> None:
@@ -69,7 +71,7 @@ def broadcast_object(obj: object, root: int = 0, *, process_set: RankGroup = Non
     return pickle.loads(objects[root if members is None else members.ranks.index(root)])
 
 
-def allgather_object(obj: object, *, process_set: RankGroup = None, group: RankGroup = None) -> list[Any]:
+def allgather_object(obj: T, *, process_set: RankGroup = None, group: RankGroup = None) -> list[T]:
     """Return the picklable ``obj`` of every rank, in rank order.
 
     Args:

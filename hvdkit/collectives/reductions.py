@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import numpy as np
 import tensorflow as tf
@@ -13,7 +13,7 @@ from hvdkit import cluster
 from hvdkit.collectives import dtypes, numpy_collectives, tensors
 from hvdkit.collectives.call_checks import check_root
 from hvdkit.collectives.calls import Collective, Tensors, run
-from hvdkit.collectives.conversion import TensorLike, graph_safe
+from hvdkit.collectives.conversion import SameKind, TensorLike, graph_safe
 from hvdkit.collectives.gathers import allgather, grouped_allgather
 from hvdkit.collectives.ops import Average, ReduceOp, Sum, checked_op, op_label
 from hvdkit.collectives.process_sets import RankGroup, describe_group, resolve
@@ -30,7 +30,7 @@ def allreduce(
     process_set: RankGroup = None,
     group: RankGroup = None,
     name: str | None = None,
-) -> Any:
+) -> SameKind:
     """Reduce ``x`` over all ranks; every rank gets the result.
 
     With N ranks, prescale factor a and postscale factor b:
@@ -97,7 +97,7 @@ def grouped_allreduce(
     process_set: RankGroup = None,
     group: RankGroup = None,
     name: str | None = None,
-) -> list[Any]:
+) -> list[SameKind]:
     """Reduce several values over all ranks, in a single exchange per dtype.
 
     Args:
@@ -163,17 +163,17 @@ def _reduce_mixed(
     postscale: float,
     members: cluster.Group | None,
     name: str | None,
-) -> list[Any]:
+) -> list[SameKind]:
     """Reduce dense values and IndexedSlices: the former in an allreduce, the rows of the latter in an allgather."""
     reduction = checked_op(op, (ReduceOp.Average, ReduceOp.Sum))
     _check_factors(prescale, postscale)
     size = cluster.size() if members is None else members.size
     sparse = {i: x for i, x in enumerate(xs) if isinstance(x, tf.IndexedSlices)}
     dense = [i for i in range(len(xs)) if i not in sparse]
-    results: dict[int, Any] = {}
+    results: dict[int, SameKind] = {}
     if dense:
-        options = {"prescale_factor": prescale, "postscale_factor": postscale, "process_set": members, "name": name}
-        results |= zip(dense, grouped_allreduce([xs[i] for i in dense], op, **options), strict=True)
+        reduce = partial(grouped_allreduce, prescale_factor=prescale, postscale_factor=postscale, process_set=members)
+        results |= zip(dense, reduce([xs[i] for i in dense], op, name=name), strict=True)
     values = [dtypes.scaled(tf.convert_to_tensor(x.values), prescale) for x in sparse.values()]
     indices = [tf.convert_to_tensor(x.indices) for x in sparse.values()]
     gathered = grouped_allgather([*values, *indices], process_set=members, name=name)
@@ -248,7 +248,7 @@ def reducescatter(
     process_set: RankGroup = None,
     group: RankGroup = None,
     name: str | None = None,
-) -> Any:
+) -> SameKind:
     """Reduce ``x`` over all ranks, and scatter the rows of the result over the ranks.
 
     The gradient of ``x`` is the concatenation of the gradients of all ranks' rows, times both factors; with
@@ -301,7 +301,7 @@ def grouped_reducescatter(
     process_set: RankGroup = None,
     group: RankGroup = None,
     name: str | None = None,
-) -> list[Any]:
+) -> list[SameKind]:
     """Reduce and scatter several values like ``hk.reducescatter``, with a single comparison of the ranks' calls.
 
     Args:
@@ -368,7 +368,7 @@ def grouped_reducescatter(
 @graph_safe
 def broadcast(
     x: TensorLike, root: int = 0, *, process_set: RankGroup = None, group: RankGroup = None, name: str | None = None
-) -> Any:
+) -> SameKind:
     """Return rank ``root``'s ``x`` on every rank.
 
     The gradient of ``x`` is the sum of all ranks' gradients on ``root``, and 0 on other ranks.

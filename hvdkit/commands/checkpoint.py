@@ -12,13 +12,16 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg, subcommand
 
 from hvdkit.commands.options import UNSET
 from hvdkit.commands.progress_bar import byte_progress
 from hvdkit.errors import CorruptCheckpointError, describe, printable
+
+if TYPE_CHECKING:
+    import keras
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +113,9 @@ Checkpoint = (
 
 def checkpoint(config: Inspect | Verify | Export) -> int:
     """Run ``hvdkit checkpoint ...``, print on stdout, and return the exit code."""
-    run: dict[type, Callable[[Any], int]] = {Inspect: _inspect, Verify: _verify, Export: _export}
-    return run[type(config)](config)
+    if isinstance(config, Inspect):
+        return _inspect(config)
+    return _verify(config) if isinstance(config, Verify) else _export(config)
 
 
 def _inspect(config: Inspect) -> int:
@@ -160,11 +164,11 @@ def _export(config: Export) -> int:
     return 0
 
 
-def _function(path: str) -> Callable[[], Any]:
+def _function(path: str) -> Callable[[], keras.Model]:
     """Import and return ``module:function``; like ``python -m``, also search the current folder."""
     module, _, function = path.partition(":")
     sys.path.insert(0, str(Path.cwd()))
-    found = getattr(importlib.import_module(module), function, None)
+    found: Callable[[], keras.Model] | None = getattr(importlib.import_module(module), function, None)
     if not callable(found):
         raise ValueError(describe("model", path, f"a function of {module}", "name the one that builds the model"))
     return found

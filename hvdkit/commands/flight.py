@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from tyro.conf import Positional, arg
 
@@ -142,9 +142,9 @@ def timeline(file: FlightFile) -> list[str]:
     return [*lines, f"and {more} more ranks"] if more else lines
 
 
-def trace(file: FlightFile) -> dict[str, Any]:
+def trace(file: FlightFile) -> dict[str, object]:
     """Return a trace in which each rank is a process. Source: "Trace Event Format", Google; microseconds."""
-    events: list[dict[str, Any]] = []
+    events: list[dict[str, object]] = []
     zero = min((record.start for flight in file.ranks for record in flight.collectives()), default=0.0)
     for flight in file.ranks:
         name = {"name": f"rank {flight.rank} on {flight.host}"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import io
 import itertools
 import os
@@ -58,16 +59,16 @@ def parse(
     import tyro
 
     settings = (tyro.conf.DisallowNone,)  # None is a default, not a value that users pass
-    options: Any = {"prog": prog, "description": description, "args": args, "config": settings}
+    cli = functools.partial(tyro.cli, kind, prog=prog, description=description, args=args, config=settings)
     out = io.StringIO()
     err = io.StringIO()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            return tyro.cli(kind, **options)
+            return cli()
     except SystemExit:
         if not quiet and not _explain(err.getvalue(), prog):
             if on_terminal() and not os.environ.get("NO_COLOR"):  # https://no-color.org
-                tyro.cli(kind, **options)  # again, in color
+                cli()  # again, in color
             _print("".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines()), sys.stdout)
             _print(plain(err.getvalue()), sys.stderr)
         raise
@@ -87,7 +88,7 @@ def _print(text: str, stream: TextIO | None) -> None:
         print(text, end="", file=stream, flush=True)
 
 
-def corrected(kind: Any, arguments: Sequence[str]) -> list[str] | None:
+def corrected(kind: object, arguments: Sequence[str]) -> list[str] | None:
     """Return ``arguments`` with each option that does not exist replaced by the one that resembles it most.
 
     Args:
@@ -120,7 +121,7 @@ def corrected(kind: Any, arguments: Sequence[str]) -> list[str] | None:
     return None if words == list(arguments) else words
 
 
-def resembling(kind: Any, option: str, arguments: Sequence[str]) -> str | None:
+def resembling(kind: object, option: str, arguments: Sequence[str]) -> str | None:
     """Return the option of a command that ``option`` is or resembles most, or None.
 
     Example:
@@ -132,7 +133,7 @@ def resembling(kind: Any, option: str, arguments: Sequence[str]) -> str | None:
     return near[0] if near else None
 
 
-def _known_options(kind: Any, arguments: Sequence[str]) -> list[str]:
+def _known_options(kind: object, arguments: Sequence[str]) -> list[str]:
     """Return the options that the help of a command, or of the subcommand in ``arguments``, names."""
     subcommand = itertools.takewhile(lambda word: not word.startswith("-"), arguments)
     shown = io.StringIO()

@@ -6,12 +6,17 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hvdkit.commands.parsing import resembling
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
-def misplaced_options(kind: Any, name: str, arguments: Sequence[str], program: Sequence[str]) -> str | None:
+
+def misplaced_options(
+    kind: type[DataclassInstance], name: str, arguments: Sequence[str], program: Sequence[str]
+) -> str | None:
     """Return the message about options before a script that are not those of the command.
 
     Args:

@@ -9,7 +9,7 @@ accepted and ignored: ``device_dense``, ``device_sparse``, ``sparse_as_dense``, 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, NoReturn
 
 import tensorflow as tf
 
@@ -35,6 +35,16 @@ from hvdkit.collectives import (
 from hvdkit.compat.horovod_training import Compression, DistributedGradientTape, DistributedOptimizer, load_model
 from hvdkit.errors import describe, see
 from hvdkit.keras import horovod_callbacks as callbacks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import numpy.typing as npt
+
+    from hvdkit.collectives.conversion import SameKind, TensorLike
+    from hvdkit.collectives.ops import ReduceOp
+    from hvdkit.collectives.process_sets import RankGroup
+    from hvdkit.sharding.shards import AnyVariable
 
 global_process_set = None
 """All ranks."""
@@ -121,17 +131,17 @@ def cross_size() -> int:
 
 
 def allreduce(
-    tensor: Any,
+    tensor: TensorLike,
     average: bool | None = None,
     device_dense: str = "",
     device_sparse: str = "",
     compression: str | None = Compression.none,
-    op: Any = None,
+    op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     name: str | None = None,
-    process_set: Any = None,
-) -> Any:
+    process_set: RankGroup = None,
+) -> SameKind:
     """Reduce a tensor or IndexedSlices over ranks, by default to the average.
 
     Args:
@@ -163,8 +173,14 @@ def allreduce(
     """
     op = _op(average, op)
     if compression is None:
-        factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
-        return collectives.allreduce(tensor, op, name=name, process_set=process_set, **factors)
+        return collectives.allreduce(
+            tensor,
+            op,
+            prescale_factor=prescale_factor,
+            postscale_factor=postscale_factor,
+            process_set=process_set,
+            name=name,
+        )
     if (prescale_factor, postscale_factor) != (1.0, 1.0):
         got = (prescale_factor, postscale_factor)
         expected = "1.0 with compression"
@@ -173,8 +189,12 @@ def allreduce(
 
 
 def grouped_allreduce(
-    tensors: Any, average: bool | None = None, op: Any = None, name: str | None = None, process_set: Any = None
-) -> list[Any]:
+    tensors: Sequence[TensorLike],
+    average: bool | None = None,
+    op: ReduceOp | None = None,
+    name: str | None = None,
+    process_set: RankGroup = None,
+) -> list[SameKind]:
     """Reduce several tensors, by default to their averages.
 
     Args:
@@ -199,7 +219,7 @@ def grouped_allreduce(
     return collectives.grouped_allreduce(tensors, _op(average, op), name=name, process_set=process_set)
 
 
-def allgather(tensor: Any, name: str | None = None, process_set: Any = None) -> Any:
+def allgather(tensor: TensorLike, name: str | None = None, process_set: RankGroup = None) -> SameKind:
     """Concatenate the rows of all ranks (``hk.allgather``).
 
     Args:
@@ -220,7 +240,12 @@ def allgather(tensor: Any, name: str | None = None, process_set: Any = None) -> 
     return collectives.allgather(tensor, name=name, process_set=process_set)
 
 
-def alltoall(tensor: Any, splits: Any = None, name: str | None = None, process_set: Any = None) -> Any:
+def alltoall(
+    tensor: TensorLike,
+    splits: npt.ArrayLike | tf.Tensor | None = None,
+    name: str | None = None,
+    process_set: RankGroup = None,
+) -> SameKind:
     """Send rows to each rank (``hk.alltoall``).
 
     Args:
@@ -242,7 +267,9 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None, process_s
     return collectives.alltoall(tensor, splits, name=name, process_set=process_set)
 
 
-def reducescatter(tensor: Any, op: Any = Average, name: str | None = None, process_set: Any = None) -> Any:
+def reducescatter(
+    tensor: TensorLike, op: ReduceOp = Average, name: str | None = None, process_set: RankGroup = None
+) -> SameKind:
     """Reduce a tensor, and scatter its rows over the ranks (``hk.reducescatter``).
 
     Args:
@@ -264,7 +291,7 @@ def reducescatter(tensor: Any, op: Any = Average, name: str | None = None, proce
     return collectives.reducescatter(tensor, op, name=name, process_set=process_set)
 
 
-def broadcast(tensor: Any, root_rank: int, name: str | None = None, process_set: Any = None) -> Any:
+def broadcast(tensor: TensorLike, root_rank: int, name: str | None = None, process_set: RankGroup = None) -> SameKind:
     """Return the tensor of one rank on every rank (``hk.broadcast``).
 
     Args:
@@ -285,7 +312,7 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None, process_set:
     return collectives.broadcast(tensor, root_rank, name=name, process_set=process_set)
 
 
-def broadcast_variables(variables: Any, root_rank: int = 0) -> None:
+def broadcast_variables(variables: Iterable[AnyVariable], root_rank: int = 0) -> None:
     """Assign the values of ``root_rank`` to all variables. Also works inside a ``tf.function``.
 
     Args:
@@ -308,7 +335,7 @@ def broadcast_variables(variables: Any, root_rank: int = 0) -> None:
         variable.assign(collectives.broadcast(tf.convert_to_tensor(variable), root_rank))
 
 
-def _op(average: bool | None, op: Any) -> Any:
+def _op(average: bool | None, op: ReduceOp | None) -> ReduceOp:
     if average is not None and op is not None:
         raise ValueError(describe("average", average, "None if op is given", "pass op only"))
     if op is not None:
@@ -316,7 +343,7 @@ def _op(average: bool | None, op: Any) -> Any:
     return Sum if average is False else Average
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> NoReturn:
     if name.startswith("__"):
         raise AttributeError(name)
     got = f"{name!r}, which hvdkit does not provide under Horovod's name"

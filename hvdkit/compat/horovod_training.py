@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hvdkit as hk
 from hvdkit.collectives import Average
 from hvdkit.errors import describe
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    import keras
+    import tensorflow as tf
+
+    from hvdkit.collectives.ops import ReduceOp
+    from hvdkit.collectives.process_sets import RankGroup
 
 
 class Compression:
@@ -30,20 +40,20 @@ class Compression:
 
 
 def DistributedOptimizer(
-    optimizer: Any,
+    optimizer: keras.optimizers.Optimizer,
     name: str | None = None,
     device_dense: str = "",
     device_sparse: str = "",
     compression: str | None = Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
-    op: Any = Average,
+    op: ReduceOp = Average,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,
-    groups: Any = None,
-    process_set: Any = None,
-) -> Any:
+    groups: object = None,
+    process_set: RankGroup = None,
+) -> keras.optimizers.Optimizer:
     """Wrap a Keras optimizer with ``hk.DistributedOptimizer``.
 
     Args:
@@ -85,17 +95,17 @@ def DistributedOptimizer(
 
 
 def DistributedGradientTape(
-    gradtape: Any,
+    gradtape: tf.GradientTape,
     device_dense: str = "",
     device_sparse: str = "",
     compression: str | None = Compression.none,
     sparse_as_dense: bool = False,
-    op: Any = Average,
+    op: ReduceOp = Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
-    groups: Any = None,
-    process_set: Any = None,
-) -> Any:
+    groups: object = None,
+    process_set: RankGroup = None,
+) -> hk.DistributedGradientTape:
     """Wrap a ``tf.GradientTape`` with ``hk.DistributedGradientTape``.
 
     Args:
@@ -127,8 +137,11 @@ def DistributedGradientTape(
 
 
 def load_model(
-    filepath: Any, custom_optimizers: Any = None, custom_objects: Any = None, compression: Any = None
-) -> Any:
+    filepath: str | Path,
+    custom_optimizers: Iterable[type[keras.optimizers.Optimizer]] | None = None,
+    custom_objects: Mapping[str, object] | None = None,
+    compression: str | None = None,
+) -> keras.Model:
     """Load a model with ``hk.load_model``.
 
     Args:
@@ -157,5 +170,5 @@ def load_model(
         'Adam'
     """
     optimizers = {cls.__name__: cls for cls in custom_optimizers or ()}
-    options = {} if compression is None else {"compression": compression}
+    options: dict[str, Any] = {} if compression is None else {"compression": compression}
     return hk.load_model(filepath, {**optimizers, **(custom_objects or {})}, **options)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeVar, cast
+from typing import TypeAlias, TypeVar, cast
 
 import keras
 import numpy as np
@@ -28,7 +28,9 @@ from hvdkit.compiling.step_graph import StepGraph
 from hvdkit.compiling.uncompiled_step import compare_modes, create_now, kind_of_agreement, uncompiled
 from hvdkit.errors import describe, listed
 
-Step = TypeVar("Step", bound=Callable[..., Any])
+Step = TypeVar("Step", bound=Callable[..., object])
+Args: TypeAlias = tuple[object, ...]
+Kwargs: TypeAlias = dict[str, object]
 MOST_SIGNATURES = 8
 _COMPOSITES = (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices, tf.experimental.ExtensionType)
 _MOST_SHOWN = 4
@@ -81,11 +83,11 @@ def compiled(step: Step) -> Step:
     if not callable(step):
         got = type(step).__name__
         raise TypeError(describe("step", got, "a function", "write @hk.compiled above the step, or hk.compiled(step)"))
-    run: Callable[..., Any] = uncompiled(step) if mode() == "off" else CompiledStep(step)
+    run: Callable[..., object] = uncompiled(step) if mode() == "off" else CompiledStep(step)
 
     @functools.wraps(step)
     @graph_safe
-    def compiled_step(*args: Any, **kwargs: Any) -> Any:
+    def compiled_step(*args: object, **kwargs: object) -> object:
         return run(*args, **kwargs)
 
     return cast("Step", compiled_step)
@@ -105,8 +107,8 @@ class CompiledStep:
         seconds: spent on tracing and compiling, the first run of each graph included.
     """
 
-    def __init__(self, step: Callable[..., Any], *, autograph: bool = True, label: str = "") -> None:
-        self._step: Callable[..., Any] = getattr(step, "python_function", step)  # of a tf.function
+    def __init__(self, step: Callable[..., object], *, autograph: bool = True, label: str = "") -> None:
+        self._step: Callable[..., object] = getattr(step, "python_function", step)  # of a tf.function
         self._autograph: bool = getattr(step, "_autograph", autograph)
         self._name = getattr(self._step, "__name__", "step")
         self._label = label or f"hk.compiled: {self._name}"
@@ -120,7 +122,7 @@ class CompiledStep:
         self.compilations = 0
         self.seconds = 0.0
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the step."""
         key = _signature((args, kwargs))
         leaves = tf.nest.flatten((args, kwargs), expand_composites=True)
@@ -130,7 +132,7 @@ class CompiledStep:
             return self._first_call(key, args, kwargs, tensors)
         return graph(tensors)
 
-    def _first_call(self, key: Hashable, args: Any, kwargs: Any, tensors: list[tf.Tensor]) -> Any:
+    def _first_call(self, key: Hashable, args: Args, kwargs: Kwargs, tensors: list[tf.Tensor]) -> object:
         """Run the step with a new signature."""
         began = time.monotonic()
         before = self.compilations
@@ -156,7 +158,7 @@ class CompiledStep:
             )
         return result
 
-    def _relaxed_graph(self, exact: Hashable, args: Any, kwargs: Any, specs: list[tf.TensorSpec]) -> StepGraph:
+    def _relaxed_graph(self, exact: Hashable, args: Args, kwargs: Kwargs, specs: list[tf.TensorSpec]) -> StepGraph:
         """Return a graph for arguments of many shapes; for a step that needs fixed shapes, one for the given ones."""
         shapes = self._shapes[_signature((args, kwargs), shapes=False)]
         key = (_signature((args, kwargs), shapes=False), str(shapes))
@@ -179,7 +181,7 @@ class CompiledStep:
             self._graphs[exact] = graph
         return graph
 
-    def _note_shapes(self, args: Any, kwargs: Any, specs: list[tf.TensorSpec]) -> None:
+    def _note_shapes(self, args: Args, kwargs: Kwargs, specs: list[tf.TensorSpec]) -> None:
         """Note which dimensions of the arguments change."""
         key = _signature((args, kwargs), shapes=False)
         known = self._shapes.get(key) or [spec.shape for spec in specs]
@@ -188,7 +190,9 @@ class CompiledStep:
             for shape, spec in zip(known, specs, strict=True)
         ]
 
-    def _trace(self, args: Any, kwargs: Any, specs: Sequence[tf.TensorSpec]) -> Any:
+    def _trace(
+        self, args: Args, kwargs: Kwargs, specs: Sequence[tf.TensorSpec]
+    ) -> tf.types.experimental.ConcreteFunction:
         """Trace the step for XLA; without it, if XLA's form of a loop or function could not run outside of a program.
 
         Args:
@@ -202,7 +206,9 @@ class CompiledStep:
             concrete = self._traced(args, kwargs, specs, for_xla=False)
         return concrete
 
-    def _traced(self, args: Any, kwargs: Any, specs: Sequence[tf.TensorSpec], *, for_xla: bool) -> Any:
+    def _traced(
+        self, args: Args, kwargs: Kwargs, specs: Sequence[tf.TensorSpec], *, for_xla: bool
+    ) -> tf.types.experimental.ConcreteFunction:
         """Trace the step.
 
         Args:
@@ -216,7 +222,7 @@ class CompiledStep:
         places = [place for place, leaf in enumerate(leaves) if _is_tensor(leaf)]
         values = [None if _is_tensor(leaf) else leaf for leaf in leaves]
 
-        def flat(*tensors: tf.Tensor) -> Any:
+        def flat(*tensors: tf.Tensor) -> object:
             given = list(values)
             for place, tensor in zip(places, tensors):  # noqa: B905  # AutoGraph does not know strict
                 given[place] = tensor
@@ -229,7 +235,7 @@ class CompiledStep:
         return tf.function(flat, autograph=self._autograph, jit_compile=for_xla or None).get_concrete_function(*specs)
 
     def _graph(
-        self, args: Any, kwargs: Any, specs: Sequence[tf.TensorSpec], *, compiles_shapes: bool = True
+        self, args: Args, kwargs: Kwargs, specs: Sequence[tf.TensorSpec], *, compiles_shapes: bool = True
     ) -> StepGraph:
         """Trace the step; have XLA check its programs.
 
@@ -252,7 +258,7 @@ class CompiledStep:
             self.compilations += sum(id(program.function) not in before for program in graph.programs.values())
         return graph
 
-    def _structures_of_others(self, args: Any, kwargs: Any, specs: Sequence[tf.TensorSpec]) -> set[str] | None:
+    def _structures_of_others(self, args: Args, kwargs: Kwargs, specs: Sequence[tf.TensorSpec]) -> set[str] | None:
         """Return the structures of the step for another number of rows; None if it takes no other."""
         rows = next((spec.shape[0] for spec in specs if spec.shape.rank), None)
         if rows is None:
@@ -337,18 +343,18 @@ def _shown(reasons: Sequence[str]) -> str:
     return listed(reasons, _MOST_SHOWN, separator="; ")
 
 
-def _without_tensors(structure: Any) -> Any:
+def _without_tensors(structure: object) -> object:
     """Return a structure without its tensors, which would otherwise stay in memory with the graph."""
     if any(isinstance(leaf, _COMPOSITES) for leaf in tf.nest.flatten(structure)):
         return structure
     return tf.nest.map_structure(lambda leaf: None if _is_tensor(leaf) else leaf, structure)
 
 
-def _is_tensor(leaf: Any) -> bool:
+def _is_tensor(leaf: object) -> bool:
     return isinstance(leaf, (tf.Tensor, np.ndarray, np.generic))
 
 
-def _signature(x: Any, *, shapes: bool = True) -> Hashable:
+def _signature(x: object, *, shapes: bool = True) -> Hashable:
     """Return the shapes and dtypes of tensors in ``x``, and its structure and other values."""
     if isinstance(x, (tf.Tensor, np.ndarray, np.generic)):
         shape = tf.TensorShape(x.shape)

@@ -64,7 +64,7 @@ def is_collective(kind: str) -> bool:
     return kind.startswith(_COLLECTIVE)
 
 
-def functions_of(attributes: Mapping[str, Any]) -> list[str]:
+def functions_of(attributes: Mapping[str, tf.compat.v1.AttrValue]) -> list[str]:
     """Return the names of the functions that an operation calls: bodies of loops, branches."""
     names: list[str] = []
     for value in attributes.values():
@@ -93,7 +93,7 @@ class Library:
         """
         return [tensor for place, tensor in enumerate(op.outputs) if self._is_placeholder(op.node_def, place)]
 
-    def _is_placeholder(self, node: Any, place: int) -> bool:
+    def _is_placeholder(self, node: tf.compat.v1.NodeDef, place: int) -> bool:
         """Return True if an output of a node has no value in some runs."""
         if node.op == "FakeParam":
             return True
@@ -107,7 +107,9 @@ class Library:
                 return True
         return False
 
-    def nodes(self, attributes: Mapping[str, Any], seen: frozenset[str] = frozenset()) -> Iterator[Any]:
+    def nodes(
+        self, attributes: Mapping[str, tf.compat.v1.AttrValue], seen: frozenset[str] = frozenset()
+    ) -> Iterator[tf.compat.v1.NodeDef]:
         """Yield the nodes of all functions that an operation calls, and of those that these call."""
         for name in functions_of(attributes):
             if name in seen or name not in self._functions:
@@ -159,7 +161,7 @@ def reason_outside(op: tf.Operation, library: Library) -> str | None:
     return None
 
 
-def _reason_of_node(kind: str, attributes: Mapping[str, Any]) -> str | None:
+def _reason_of_node(kind: str, attributes: Mapping[str, tf.compat.v1.AttrValue]) -> str | None:
     if is_collective(kind):
         return "an exchange between ranks"
     if kind in _CHECKS:
@@ -180,7 +182,7 @@ def _is_random(kind: str) -> bool:
     return any(word in kind for word in _RANDOM) and kind not in _OF_SEEDS
 
 
-def _takes(kernel: Any, attributes: Mapping[str, Any]) -> bool:
+def _takes(kernel: Any, attributes: Mapping[str, tf.compat.v1.AttrValue]) -> bool:
     """Return True if a kernel takes the types of an operation."""
     for constraint in kernel.constraint:
         allowed = constraint.allowed_values.list.type

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import tensorflow as tf
 
@@ -32,7 +31,7 @@ class Program:
 
     inputs: list[tf.Tensor]
     outputs: list[tf.Tensor]
-    function: Callable[..., Any]
+    function: tf.types.experimental.PolymorphicFunction
     structure: str
     digest: str = ""
 
@@ -50,7 +49,7 @@ class CompiledGraph:
         refused: why stages that are worth a program cannot be compiled, by level.
     """
 
-    def __init__(self, concrete: Any, shared: Mapping[str, Program]) -> None:
+    def __init__(self, concrete: tf.types.experimental.ConcreteFunction, shared: Mapping[str, Program]) -> None:
         self._shared = shared
         self._graph = concrete.graph
         self._structure = concrete.graph.structured_outputs
@@ -67,7 +66,7 @@ class CompiledGraph:
             if stage.is_program:
                 self._compile(stage, users)
 
-    def _compile(self, stage: Stage, users: dict[int, set[int]]) -> None:
+    def _compile(self, stage: Stage, users: dict[int, set[int | None]]) -> None:
         program = self._program(stage, users)
         if (earlier := self._shared.get(program.structure)) is not None:
             self.programs[stage.level] = replace(program, function=earlier.function, digest=earlier.digest)
@@ -81,13 +80,13 @@ class CompiledGraph:
         try:
             # With specs instead of tensors, TensorFlow 2.21 crashes if a program also captures variables.
             examples = [tf.zeros(tensor.shape, tensor.dtype) for tensor in program.inputs]
-            text = program.function.experimental_get_compiler_ir(*examples)(stage="hlo")  # type: ignore[attr-defined]
+            text = program.function.experimental_get_compiler_ir(*examples)(stage="hlo")
             self.programs[stage.level] = replace(program, digest=_digest(text))
         except Exception as error:
             get_logger().debug("XLA: %s", error)
             self.refused[stage.level] = first_line(error)
 
-    def _program(self, stage: Stage, users: dict[int, set[int]]) -> Program:
+    def _program(self, stage: Stage, users: dict[int, set[int | None]]) -> Program:
         graph = self._graph
         inputs, outputs = _borders(graph, stage, users)
 
@@ -104,7 +103,7 @@ class CompiledGraph:
         """Keep the programs of some levels only."""
         self.programs = {level: program for level, program in self.programs.items() if level in levels}
 
-    def emit(self, tensors: Sequence[tf.Tensor]) -> Any:
+    def emit(self, tensors: Sequence[tf.Tensor]) -> object:
         """Copy the graph into the one that is being traced; return the results.
 
         Args:
@@ -126,7 +125,7 @@ class CompiledGraph:
         )
 
 
-def structures_of(concrete: Any) -> set[str]:
+def structures_of(concrete: tf.types.experimental.ConcreteFunction) -> set[str]:
     """Return the structures of the stages of a traced step, without compiling anything."""
     graph = concrete.graph
     stages = Stages(graph)
@@ -139,7 +138,9 @@ def structures_of(concrete: Any) -> set[str]:
     return found
 
 
-def _borders(graph: Any, stage: Stage, users: Mapping[int, set[int]]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+def _borders(
+    graph: tf.Graph, stage: Stage, users: Mapping[int, set[int | None]]
+) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """Return the tensors that a stage takes from others, and those that others take from it."""
     mine = set(stage.operations)
     captured = {id(inner) for _, inner in graph.captures}
@@ -159,9 +160,9 @@ def _last_call() -> tf.Operation:
     return next(op for op in reversed(operations) if op.type in ("PartitionedCall", "StatefulPartitionedCall"))
 
 
-def _users(stages: Sequence[Stage], outputs: Sequence[tf.Tensor]) -> dict[int, set[int]]:
+def _users(stages: Sequence[Stage], outputs: Sequence[tf.Tensor]) -> dict[int, set[int | None]]:
     """Return the levels that use a tensor, by its id; None stands for the results."""
-    users: dict[int, set[Any]] = {}
+    users: dict[int, set[int | None]] = {}
     for stage in stages:
         for op in stage.operations:
             for tensor in op.inputs:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
 from hvdkit.compiling.operations import functions_of
 from hvdkit.internals import handle_data_util
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _MOST_CONSTANTS = 1024
 _MOST_DERIVED = 64
@@ -62,7 +65,7 @@ class Copies:
         is_small = captured.dtype not in _HANDLES and hasattr(captured, "numpy")
         if is_small and captured.shape.num_elements() <= _MOST_CONSTANTS:
             return tf.constant(captured.numpy())
-        graph: Any = tf.compat.v1.get_default_graph()
+        graph = tf.compat.v1.get_default_graph()
         return graph.capture(captured)
 
     def copy(self, op: tf.Operation) -> None:
@@ -70,7 +73,7 @@ class Copies:
         self.add(op.outputs, self._copied(op))
 
     def _copied(self, op: tf.Operation) -> list[tf.Tensor]:
-        graph: Any = tf.compat.v1.get_default_graph()
+        graph = tf.compat.v1.get_default_graph()
         if self._compiled and op.type in _OF_SHAPES:
             values = [static_value(output) for output in op.outputs]
             if all(value is not None for value in values):
@@ -124,7 +127,7 @@ def _shape_of(handle: tf.Tensor) -> list[int] | None:
     return shape.as_list() if shape.is_fully_defined() else None
 
 
-def static_value(tensor: tf.Tensor) -> Any:
+def static_value(tensor: tf.Tensor) -> list[int] | np.ndarray | None:
     """Return the value of a tensor that is known while its graph is traced, or None.
 
     Args:
@@ -136,7 +139,8 @@ def static_value(tensor: tf.Tensor) -> Any:
     if op.type == "ShapeN":
         is_known = all(each.shape.is_fully_defined() for each in op.inputs)
         return op.inputs[tensor.value_index].shape.as_list() if is_known else None
-    return tf.get_static_value(tensor)
+    value: np.ndarray | None = tf.get_static_value(tensor)
+    return value
 
 
 def is_derived(tensor: tf.Tensor) -> bool:

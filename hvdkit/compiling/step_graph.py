@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -28,10 +27,10 @@ class StepGraph:
 
     def __init__(
         self,
-        concrete: Any,
+        concrete: tf.types.experimental.ConcreteFunction,
         specs: Sequence[tf.TensorSpec],
         shared: Mapping[str, Program],
-        trace: Callable[[], Any],
+        trace: Callable[[], tf.types.experimental.ConcreteFunction],
     ) -> None:
         self._concrete = concrete
         self._specs = specs
@@ -49,7 +48,7 @@ class StepGraph:
             self._function = trace()
             self.refused = [f"{type(error).__name__}: {first_line(error)}"]
 
-    def _copied(self) -> Any:
+    def _copied(self) -> tf.types.experimental.ConcreteFunction:
         assert self._compiled is not None
         emit = self._compiled.emit
         return tf.function(lambda *tensors: emit(tensors), autograph=False).get_concrete_function(*self._specs)
@@ -94,7 +93,7 @@ class StepGraph:
             self._compiled.keep(levels)
             self._function = self._copied()
 
-    def __call__(self, tensors: list[tf.Tensor]) -> Any:
+    def __call__(self, tensors: list[tf.Tensor]) -> object:
         if tf.inside_function() and self._compiled is not None:
             return self._compiled.emit(tensors)
         return self._function(*tensors)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from hvdkit.compiling.operations import Library, functions_of
@@ -27,7 +27,7 @@ class Structure:
         library: its functions.
     """
 
-    def __init__(self, graph: Any, library: Library) -> None:
+    def __init__(self, graph: tf.Graph, library: Library) -> None:
         self._library = library
         self._captured = {id(inner): outer for outer, inner in graph.captures}
 
@@ -71,7 +71,7 @@ class Structure:
     def _operation(self, op: tf.Operation) -> str:
         return f"{op.type} {op.device} {self._attributes(op.node_def.attr)}"
 
-    def _attributes(self, attributes: Mapping[str, Any]) -> str:
+    def _attributes(self, attributes: Mapping[str, tf.compat.v1.AttrValue]) -> str:
         names = functions_of(attributes)
         inner = [
             f"{node.name} {node.op} {list(node.input)} {_values(node.attr)}" for node in self._library.nodes(attributes)
@@ -79,12 +79,12 @@ class Structure:
         return f"{_values(attributes)} {len(names)} {inner}"
 
 
-def _constant(tensor: tf.Tensor, value: Any) -> str:
+def _constant(tensor: tf.Tensor, value: npt.ArrayLike) -> str:
     data = np.asarray(value).tobytes() if tensor.dtype != tf.string else repr(value).encode()
     return f"{tensor.dtype} {tensor.shape} {hashlib.sha256(data).hexdigest()}"
 
 
-def _values(attributes: Mapping[str, Any]) -> list[str]:
+def _values(attributes: Mapping[str, tf.compat.v1.AttrValue]) -> list[str]:
     """Return attributes as text, without functions and TensorFlow's own, which contain numbers of this process."""
     return [
         f"{name}={value.SerializeToString(deterministic=True)!r}"

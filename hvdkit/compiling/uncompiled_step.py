@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -21,7 +20,7 @@ from hvdkit.internals import ResourceVariable
 _OF_VARIABLES = ("trainable", "name", "dtype", "constraint", "synchronization", "aggregation", "shape")
 
 
-def uncompiled(step: Callable[..., Any]) -> Callable[..., Any]:
+def uncompiled(step: Callable[..., object]) -> tf.types.experimental.PolymorphicFunction:
     """Return a step as a ``tf.function``.
 
     Args:
@@ -41,18 +40,18 @@ def uncompiled(step: Callable[..., Any]) -> Callable[..., Any]:
             value: tuple[str, dict[int, str]] = (mode(), {})
             compare_modes([each for each, _ in gather(cluster.exchange(), kind_of_agreement(name), lambda: value)])
 
-    def traced(*args: Any, **kwargs: Any) -> Any:
+    def traced(*args: object, **kwargs: object) -> object:
         with tf.variable_creator_scope(create_now):  # as with XLA, since ranks compare variables while they trace
             result = step(*args, **kwargs)
         compare_once()
         return result
 
     traced.__name__ = name  # by which ranks match their exchanges
-    traced.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    vars(traced)["__signature__"] = inspect.signature(function)  # which inspect, and so tf.function, reads
     return tf.function(traced)
 
 
-def create_now(create: Callable[..., tf.Variable], **options: Any) -> tf.Variable:
+def create_now(create: Callable[..., tf.Variable], **options: object) -> tf.Variable:
     """Create a variable outside of the graph that is being traced, with its value.
 
     Otherwise TensorFlow would trace the step twice, or assign the value in a branch of its graph.
@@ -98,7 +97,7 @@ def compare_modes(modes: Sequence[str]) -> None:
     )
 
 
-def has_exchange(graph: Any) -> bool:
+def has_exchange(graph: tf.Graph) -> bool:
     """Return True if a graph, or a function that it calls, exchanges something between ranks.
 
     Args:

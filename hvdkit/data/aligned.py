@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 Rows = TypeVar("Rows")
+Nest: TypeAlias = Any
+"""Arrays, tensors, or what stands for them, such as specs, in nested tuples, lists and dicts."""
 
 # The alignment of Eigen, which TensorFlow uses.
 ALIGNMENT = 64
@@ -54,5 +56,6 @@ def _address(array: np.ndarray) -> int:
 def taken_of(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Return ``values[rows]``; numbers in memory that TensorFlow can use."""
     if values.dtype.hasobject:
-        return values[rows]
+        taken: np.ndarray = values[rows]
+        return taken
     return np.take(values, rows, out=aligned_empty(rows.shape, values.dtype))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any, NamedTuple, get_args
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, get_args
 
 from hvdkit import cluster
 from hvdkit.cluster.logs import get_logger
@@ -39,7 +39,7 @@ def world(rank: int | None, size: int | None) -> tuple[int, int]:
     return rank, size
 
 
-def check_state(state: Any, identity: dict[str, Any]) -> None:
+def check_state(state: Mapping[str, object], identity: Mapping[str, object]) -> None:
     """Raise ValueError unless ``state`` is of the data and settings of ``identity``, so that its position is valid."""
     missing = {"epoch", "step", *identity} - set(state)
     if missing:
@@ -52,7 +52,7 @@ def check_state(state: Any, identity: dict[str, Any]) -> None:
             raise ValueError(describe(f"state[{key!r}]", state[key], f"{expected!r}, as now", _REMEDIES[key]))
 
 
-def source(data: Any, map_fn: Callable[..., Any] | None) -> Source:
+def source(data: object, map_fn: Callable[..., object] | None) -> Source:
     """Return ``data`` as a source of examples."""
     tensorflow = sys.modules.get("tensorflow")  # already imported if data is a Dataset
     if tensorflow is not None and isinstance(data, tensorflow.data.Dataset):
@@ -63,7 +63,7 @@ def source(data: Any, map_fn: Callable[..., Any] | None) -> Source:
     return data if isinstance(data, FileSource | Mixture) else ArraySource(data)
 
 
-def growing_files(growth: Any, source: Source) -> GrowingFiles | None:
+def growing_files(growth: Growth | None, source: Source) -> GrowingFiles | None:
     """Return the files of the first epoch, for data that grow."""
     if growth is None:
         return None
@@ -84,7 +84,7 @@ class OrderArguments(NamedTuple):
     interleave: int | None
 
 
-def rank_rows(rank: int, size: int, global_batch_size: Any) -> RankRows:
+def rank_rows(rank: int, size: int, global_batch_size: int) -> RankRows:
     """Return the rows of a rank, after checking the size of a global batch."""
     batch_size = integer("global_batch_size", global_batch_size, minimum=1)
     if batch_size < size:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import optree
 import xxhash
 
-from hvdkit.data.aligned import aligned_empty
+from hvdkit.data.aligned import Nest, aligned_empty
 from hvdkit.data.order import Order, Shuffle, shuffled_indices
 from hvdkit.errors import describe
 
@@ -49,7 +50,7 @@ class Concatenated:
             _require_no_mask(f"parts[{i}]", part)
         self._parts = list(parts)
         self._starts = np.cumsum([0, *(len(part) for part in parts)])
-        self.shape = (int(self._starts[-1]), *parts[0].shape[1:])
+        self.shape: tuple[int, ...] = (int(self._starts[-1]), *parts[0].shape[1:])
         self.dtype = parts[0].dtype
 
     def __len__(self) -> int:
@@ -81,7 +82,7 @@ class ArraySource:
         examples: The length of the arrays.
     """
 
-    def __init__(self, arrays: Any):
+    def __init__(self, arrays: Nest):
         accessors, leaves, self._treedef = optree.tree_flatten_with_accessor(arrays)
         if not leaves:
             raise TypeError(describe("arrays", repr(arrays), "at least one array", "pass an array, or a tuple of them"))
@@ -95,7 +96,7 @@ class ArraySource:
         self.examples = self._columns[0].length
         self.structure = arrays
 
-    def read(self, indices: np.ndarray) -> Any:
+    def read(self, indices: np.ndarray) -> Nest:
         """Return a copy of the rows ``indices`` (int64, of any shape) of every array, in the original structure."""
         return optree.tree_unflatten(self._treedef, [column.read(indices) for column in self._columns])
 
@@ -105,22 +106,30 @@ class ArraySource:
             return None
         return shuffled_indices(self.examples, (shuffle.seed, epoch)).__getitem__
 
-    def batch_spec(self, rows: int | None) -> Any:
+    def batch_spec(self, rows: int | None) -> Nest:
         """Return the ``tf.TensorSpec`` structure of a batch of ``rows`` rows; None for any number."""
         import tensorflow as tf
 
         first = self.read(np.zeros(1, np.int64))
         return optree.tree_map(lambda array: tf.TensorSpec([rows, *array.shape[1:]], array.dtype), first)
 
-    def identity(self, shuffle: Shuffle) -> dict[str, Any]:
+    def identity(self, shuffle: Shuffle) -> dict[str, object]:
         """Return nothing more: seed and sizes determine the order."""
         return {}
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         """Return shapes, dtypes and a digest of up to 8 evenly spaced rows."""
         kinds, digest = digest_of_rows([column.read for column in self._columns], self.examples)
         names = [column.name for column in self._columns]
         return {"examples": self.examples, "arrays": dict(zip(names, kinds, strict=True)), "rows": digest}
+
+
+class _Rows(Protocol):
+    """What a column is read from: an array, or an object of another library, such as h5py."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, key: np.ndarray, /) -> npt.ArrayLike: ...
 
 
 class _Column:
@@ -172,13 +181,13 @@ class _Column:
         return np.asarray(self._array[unique])[inverse]
 
 
-def _require_no_mask(name: str, array: Any) -> None:
+def _require_no_mask(name: str, array: np.ndarray) -> None:
     if np.ma.is_masked(array):
         remedy = "pass .filled(value), and a weight of 0 for rows that should not count"
         raise TypeError(describe(name, "a masked array with masked values", "an array without", remedy))
 
 
-def _length(name: str, array: Any) -> int:
+def _length(name: str, array: _Rows) -> int:
     try:
         return len(array)
     except TypeError:
@@ -187,7 +196,7 @@ def _length(name: str, array: Any) -> int:
         raise TypeError(describe(name, got, "an array [examples, ...]", remedy)) from None
 
 
-def _first_row(name: str, array: Any) -> np.ndarray:
+def _first_row(name: str, array: _Rows) -> np.ndarray:
     """Read one row in the same way as batches, so that an unsupported source fails early and is named."""
     try:
         row = np.asarray(array[np.array([0])])

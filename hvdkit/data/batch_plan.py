@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from hvdkit.data.stream import StreamSource
 from hvdkit.errors import describe, integer
 
 Source = ArraySource | FileSource | Mixture | StreamSource
+DataState: TypeAlias = dict[str, Any]  # JSON-compatible: a position, and what determines the order of the examples
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class BatchPlan:
     rank_rows: order.RankRows
     epochs: int | None
     steps_per_epoch: int | None
-    source_identity: Mapping[str, Any]
+    source_identity: Mapping[str, object]
     order_check: int | None
     files: GrowingFiles | None
     available_epochs: int | None
@@ -160,7 +161,7 @@ class BatchPlan:
         """Return the number of batches before a position, since the start of training."""
         return self.first_step + (epoch - self.first_epoch) * (self.steps_per_epoch or 0) + step
 
-    def state_at(self, global_step: int, *, read: int) -> dict[str, Any]:
+    def state_at(self, global_step: int, *, read: int) -> DataState:
         """Return the state to save after ``global_step`` batches since the start of training.
 
         Args:
@@ -179,7 +180,7 @@ class BatchPlan:
             raise ValueError(describe("global_step", global_step, f"at most {read}, the batches read so far", remedy))
         return self.state_of(self.first_epoch, global_step - self.first_step)
 
-    def state_of(self, epoch: int, step: int) -> dict[str, Any]:
+    def state_of(self, epoch: int, step: int) -> DataState:
         """Return the state to save at a position, whose step may be beyond the end of the epoch."""
         global_step = self.global_step(epoch, step)
         if self.steps_per_epoch is not None:
@@ -188,7 +189,7 @@ class BatchPlan:
         return {"epoch": epoch, "step": step, "global_step": global_step, **self.identity}
 
     def checked_position(
-        self, epoch: Any, step: Any, epoch_name: str = "epoch", step_name: str = "step"
+        self, epoch: object, step: object, epoch_name: str = "epoch", step_name: str = "step"
     ) -> tuple[int, int]:
         """Return an epoch and a step of it, after checking that they exist; the names are for the errors.
 
@@ -213,7 +214,7 @@ class BatchPlan:
     # ---- what determines the order -----------------------------------------------------------------------------
 
     @cached_property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """The settings that, with the data, determine the global order. JSON-compatible; part of the state."""
         return {
             "seed": self.shuffle.seed,
@@ -227,7 +228,7 @@ class BatchPlan:
             **({} if self.files is None else self.files.state),
         }
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         """Return a JSON-compatible fingerprint, equal on ranks with equal data and order."""
         settings = {"seed": self.shuffle.seed, "batch_size": self.batch_size, "remainder": self.remainder}
         order_settings = {
@@ -246,16 +247,16 @@ class BatchPlan:
             ValueError: The files have less than one batch.
         """
         limits = [limit for limit in (self.epochs, files.end) if limit is not None]
-        changes: dict[str, Any] = {}
+        plan = self
         if files.source is not self.source:
-            changes = {
-                "source": files.source,
-                "steps_per_epoch": _known_steps(files.source, self.batch_size, self.remainder),
-                "source_identity": files.source.identity(self.shuffle),
-            }
+            plan = replace(
+                self,
+                source=files.source,
+                steps_per_epoch=_known_steps(files.source, self.batch_size, self.remainder),
+                source_identity=files.source.identity(self.shuffle),
+            )
         return replace(
-            self,
-            **changes,
+            plan,
             files=files,
             available_epochs=min(limits, default=None),
             first_epoch=files.first_epoch,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import optree
 
 from hvdkit.cluster.progress import spending
 from hvdkit.data import arguments, keras_dataset, order
-from hvdkit.data.aligned import tensor_of
-from hvdkit.data.batch_plan import BatchPlan
+from hvdkit.data.aligned import Nest, tensor_of
+from hvdkit.data.batch_plan import BatchPlan, DataState
 from hvdkit.data.growth import Growth
 from hvdkit.data.position import DataPosition
 from hvdkit.data.reader import Reader, read_epoch
@@ -21,8 +21,11 @@ from hvdkit.errors import describe
 if TYPE_CHECKING:
     import tensorflow as tf
 
+    from hvdkit.data.files.source import FileSource
+    from hvdkit.data.mixtures import Mixture
 
-class GlobalBatches(Iterator[Any]):
+
+class GlobalBatches(Iterator[Nest]):
     """Iterate over this rank's rows of global batches whose content does not depend on the number of ranks.
 
     The order of examples is a function of ``shuffle_seed`` and the epoch. Rank r of N gets rows
@@ -95,7 +98,7 @@ class GlobalBatches(Iterator[Any]):
 
     def __init__(
         self,
-        arrays_or_source: Any,
+        arrays_or_source: Nest | FileSource | Mixture | tf.data.Dataset,
         global_batch_size: int,
         *,
         shuffle_seed: int | None = None,
@@ -104,7 +107,7 @@ class GlobalBatches(Iterator[Any]):
         remainder: order.Remainder = "pad",
         with_sample_weight: bool = False,
         as_tensors: bool = False,
-        map_fn: Callable[..., Any] | None = None,
+        map_fn: Callable[..., object] | None = None,
         shuffle_buffer: int | None = None,
         interleave: int | None = None,
         growth: Growth | None = None,
@@ -122,7 +125,10 @@ class GlobalBatches(Iterator[Any]):
         self._size = size
         self._with_sample_weight = with_sample_weight
         self._as_tensors = as_tensors
-        self._weights: tuple[int, Any] = (0, None)  # cache: the last global_count, and its sample_weight
+        self._weights: tuple[int, np.ndarray | tf.Tensor | None] = (
+            0,
+            None,
+        )  # cache: the last global_count, and its sample_weight
         self._position = DataPosition(plan)
         self._epoch_yielded = 0
         self._count: int | None = None  # b of the batch just yielded
@@ -131,14 +137,14 @@ class GlobalBatches(Iterator[Any]):
     def __iter__(self) -> GlobalBatches:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Nest:
         while self._reader is not None or self._position.has_batches:
             batch = self._read()
             if batch is not None:
                 return batch
         raise StopIteration
 
-    def one_epoch(self) -> Iterator[Any]:
+    def one_epoch(self) -> Iterator[Nest]:
         """Yield the rest of this epoch, or the next epoch if this one has ended. Advances this iterator.
 
         Yields:
@@ -234,11 +240,11 @@ class GlobalBatches(Iterator[Any]):
         return self._rows
 
     @property
-    def state(self) -> dict[str, Any]:
+    def state(self) -> DataState:
         """The position of the next batch: a small JSON-compatible dict, the same on every rank and for every N."""
         return self._position.state
 
-    def state_at(self, global_step: int) -> dict[str, Any]:
+    def state_at(self, global_step: int) -> DataState:
         """Return the ``state`` after ``global_step`` batches since the start of training.
 
         A pure function, for a training loop that prefetches its input (Keras ``fit``): save ``state_at(steps done)``,
@@ -264,7 +270,7 @@ class GlobalBatches(Iterator[Any]):
         """
         return self._position.plan.state_at(global_step, read=self._position.step)
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: DataState) -> None:
         """Continue from a saved ``state``, at any number of ranks.
 
         Args:
@@ -340,7 +346,7 @@ class GlobalBatches(Iterator[Any]):
             self._epoch_yielded = self._position.epoch
         return new
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         """Return a JSON-compatible fingerprint, equal on ranks with equal data and order.
 
         It has the arguments that determine the order, sizes, dtypes and checksums.
@@ -402,7 +408,7 @@ class GlobalBatches(Iterator[Any]):
         """True if all ranks are known to have the same number of real examples in every batch, without filler."""
         return self.plan.is_even
 
-    def _read(self) -> Any:
+    def _read(self) -> Nest | None:
         """Return the next batch of this epoch; or None at its end, and continue with the next epoch."""
         position = self._position
         with spending("input"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from hvdkit.collectives.weak_registry import WeakRegistry
 from hvdkit.errors import describe
@@ -73,7 +73,7 @@ def division_of(data: object) -> Parts:
     return _DIVISIONS.get(data)
 
 
-def _leaves(parts: Parts) -> list[Any]:
+def _leaves(parts: Parts) -> list[str | None]:
     if isinstance(parts, dict):
         parts = list(parts.values())
     if isinstance(parts, (tuple, list)):

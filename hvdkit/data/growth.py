@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from hvdkit import cluster
 from hvdkit.cluster import agreement
@@ -44,7 +44,7 @@ class GrowingFiles:
         return self.first_epoch + 1 if self.growth == "replace" else None
 
     @property
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """What a saved state has: JSON-compatible."""
         return {
             "growth": self.growth,
@@ -54,7 +54,7 @@ class GrowingFiles:
             "first_step": self.first_step,
         }
 
-    def restored(self, state: dict[str, Any]) -> GrowingFiles:
+    def restored(self, state: Mapping[str, object]) -> GrowingFiles:
         """Return the files of a saved state. Other files that are listed count as new.
 
         Raises:
@@ -115,7 +115,7 @@ class GrowingFiles:
         return GrowingFiles(self.growth, listed, listed.selected(names), earlier, epoch, step)
 
 
-def _names(state: dict[str, Any], key: str) -> Sequence[str]:
+def _names(state: Mapping[str, object], key: str) -> Sequence[str]:
     names = state[key]
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise TypeError(describe(f"state[{key!r}]", names, "a list of names", "pass the state unchanged"))

@@ -7,11 +7,13 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from hvdkit.data import arguments, order
+from hvdkit.data.aligned import Nest
 from hvdkit.data.arrays import ArraySource
 from hvdkit.data.batch_plan import BatchPlan
 from hvdkit.data.position import DataPosition
@@ -21,6 +23,7 @@ from hvdkit.errors import describe
 if TYPE_CHECKING:
     import tensorflow as tf
 
+Weighted: TypeAlias = tuple[Nest, Nest, Nest]  # (x, y, sample_weight)
 # Each call from TensorFlow into Python takes 0.2 ms. So several small batches, up to this many bytes, are fetched at
 # once and split by TensorFlow.
 _BYTES_AT_ONCE = 2**20
@@ -55,7 +58,7 @@ def weighted_batches(position: DataPosition) -> tf.data.Dataset:
     if parts == 1:
         return prefetched(_dataset(position, lambda batch: batch.rows, spec, at_once), plan)
 
-    def add_weights(batch: RankBatch) -> Any:
+    def add_weights(batch: RankBatch) -> Nest:
         weights = [order.sample_weights(order.real_rows(n, plan.local_rows), n, size) for n in batch.counts]
         return weighted(batch.rows, np.stack(weights) if at_once > 1 else weights[0])
 
@@ -79,7 +82,7 @@ def shares_of_batches(position: DataPosition) -> tf.data.Dataset:
     is_constant = plan.remainder == "drop" or plan.is_even
     spec = plan.source.batch_spec(last - first if is_constant else None)
 
-    def add_count_and_digest(batch: RankBatch) -> Any:
+    def add_count_and_digest(batch: RankBatch) -> Nest:
         if at_once == 1:
             return batch.rows, np.int32(batch.counts[0]), np.int64(batch.digest)
         return batch.rows, np.array(batch.counts, np.int32), np.zeros(len(batch.counts), np.int64)
@@ -95,7 +98,7 @@ def batches_at_once(plan: BatchPlan) -> int:
     if not isinstance(plan.source, ArraySource):
         return 1
     spec = plan.source.batch_spec(plan.rank_rows.max_rows)
-    size = sum(s.shape.num_elements() * s.dtype.size for s in tf.nest.flatten(_lists_to_tuples(spec)))
+    size: int = sum(s.shape.num_elements() * s.dtype.size for s in tf.nest.flatten(_lists_to_tuples(spec)))
     return max(1, min(_MOST_AT_ONCE, _BYTES_AT_ONCE // max(1, size)))
 
 
@@ -104,7 +107,7 @@ def prefetched(dataset: tf.data.Dataset, plan: BatchPlan) -> tf.data.Dataset:
     return dataset.prefetch(max(_PREFETCHED, batches_at_once(plan)))
 
 
-def _dataset(position: DataPosition, convert: Callable[[RankBatch], Any], spec: Any, at_once: int) -> tf.data.Dataset:
+def _dataset(position: DataPosition, convert: Callable[[RankBatch], Nest], spec: Nest, at_once: int) -> tf.data.Dataset:
     """Return a ``tf.data.Dataset`` of an epoch's batches; each pass over it continues after the previous one.
 
     Why not a ``keras.utils.PyDataset``: ``fit`` by default shuffles its batches with each process's random state, so
@@ -132,7 +135,7 @@ def _dataset(position: DataPosition, convert: Callable[[RankBatch], Any], spec: 
     parts = tf.nest.flatten(spec, expand_composites=True)
     passes = _Passes(position, convert, parts, at_once)
 
-    def read(at: Any, _: Any) -> tuple[Any, Any]:
+    def read(at: tf.Tensor, _: tf.Tensor) -> tuple[tf.Tensor, Nest]:
         at, *batches = tf.numpy_function(passes.read, [at], [tf.int64, *(part.dtype for part in parts)])
         at.set_shape([3])
         for batch, part in zip(batches, parts, strict=True):
@@ -161,7 +164,11 @@ class _Passes:
     """Passes over data. The state of a pass is its position: ``[epoch, step, batches remaining]``."""
 
     def __init__(
-        self, position: DataPosition, convert: Callable[[RankBatch], Any], parts: list[Any], at_once: int
+        self,
+        position: DataPosition,
+        convert: Callable[[RankBatch], Nest],
+        parts: list[tf.TensorSpec],
+        at_once: int,
     ) -> None:
         self._position = position
         self._convert = convert
@@ -264,7 +271,7 @@ class _Passes:
         return (epoch, step) if self._steps is None else (epoch + step // self._steps, step % self._steps)
 
 
-def _empty_array(spec: Any) -> np.ndarray:
+def _empty_array(spec: tf.TensorSpec) -> np.ndarray:
     """Return an array that matches a ``tf.TensorSpec``, empty if possible."""
     shape = [extent or 0 for extent in spec.shape]
     kind = spec.dtype.as_numpy_dtype
@@ -274,7 +281,7 @@ def _empty_array(spec: Any) -> np.ndarray:
 # ---- what Keras takes ------------------------------------------------------------------------------------------
 
 
-def weighted(data: Any, weight: np.ndarray) -> tuple[Any, Any, Any]:
+def weighted(data: Nest, weight: np.ndarray) -> Weighted:
     """Return ``(x, y, sample_weight)`` for data ``(x, y)`` or ``(x, y, sample_weight)`` and a weight for each row.
 
     Keras multiplies losses ``[rows, ...]`` by weights of the same rank, so labels ``[rows, T]`` get ``[rows, 1]``.
@@ -295,11 +302,11 @@ def weighted(data: Any, weight: np.ndarray) -> tuple[Any, Any, Any]:
     return x, y, optree.tree_map(lambda label: _like(weight, label), y)
 
 
-def weighted_spec(spec: Any) -> tuple[Any, Any, Any]:
+def weighted_spec(spec: Nest) -> Weighted:
     """Return the ``tf.TypeSpec`` structure of :func:`weighted`'s result, given that of the data."""
     import tensorflow as tf
 
-    def of(label: Any) -> Any:
+    def of(label: tf.TensorSpec) -> tf.TensorSpec:
         return tf.TensorSpec([label.shape[0], *[1] * _weight_axes(label, 1)], tf.float32)
 
     if len(spec) == 3:
@@ -312,22 +319,22 @@ def weighted_spec(spec: Any) -> tuple[Any, Any, Any]:
     return x, y, tf.nest.map_structure(of, y)
 
 
-def _float(dtype: Any) -> np.dtype:
+def _float(dtype: npt.DTypeLike) -> np.dtype:
     return np.dtype(dtype) if np.issubdtype(dtype, np.floating) else np.dtype(np.float32)
 
 
-def _weight_axes(label: Any, axes: int) -> int:
+def _weight_axes(label: np.ndarray | tf.Tensor | tf.TensorSpec, axes: int) -> int:
     """Return the number of size-1 axes to append to the weights' ``axes``; 0 for labels ``[rows, 1]``."""
     after = len(label.shape) - axes
     return 0 if after == 1 and label.shape[-1] == 1 else after
 
 
-def _like(weight: np.ndarray, label: Any) -> np.ndarray:
+def _like(weight: np.ndarray, label: np.ndarray | tf.Tensor) -> np.ndarray:
     """Return weights with size-1 axes appended to match the label's rank."""
     return weight.reshape(*weight.shape, *[1] * _weight_axes(label, weight.ndim))
 
 
-def _lists_to_tuples(structure: Any) -> Any:
+def _lists_to_tuples(structure: Nest) -> Nest:
     """Convert lists to tuples: tf.data interprets a list as one tensor."""
     if isinstance(structure, dict):
         return {key: _lists_to_tuples(value) for key, value in structure.items()}

@@ -14,19 +14,25 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
 import optree
 
+from hvdkit.data.aligned import Nest
 from hvdkit.data.arrays import ArraySource
 from hvdkit.data.block_order import Lanes
 from hvdkit.data.files.source import EpochReader, FileSource
 from hvdkit.data.order import Order, Shuffle
 from hvdkit.errors import describe, integer
 
+if TYPE_CHECKING:
+    import tensorflow as tf
+
 _BITS = 30
 _KEPT_PASSES = 2
+Places = TypeVar("Places", int, np.ndarray)
+Leaf: TypeAlias = "np.ndarray | tf.Tensor | tf.RaggedTensor | tf.SparseTensor"  # of a batch
 
 
 class Proportions:
@@ -79,11 +85,12 @@ class Proportions:
         return counts[: self._sources]
 
 
-def _part(places: Any, part: int) -> Any:
+def _part(places: Places, part: int) -> Places:
     """Return ``floor(places * part / 2**30 + 1/2)`` without overflow."""
     high = places >> _BITS
     low = places & (2**_BITS - 1)
-    return high * part + ((low * part + 2 ** (_BITS - 1)) >> _BITS)
+    rounded: Places = high * part + ((low * part + 2 ** (_BITS - 1)) >> _BITS)
+    return rounded
 
 
 class Mixture:
@@ -151,7 +158,7 @@ class Mixture:
 
         return EpochReader(partial(self._read, readers=readers), next_batch)
 
-    def _read(self, indices: np.ndarray, readers: Sequence[EpochReader]) -> Any:
+    def _read(self, indices: np.ndarray, readers: Sequence[EpochReader]) -> Nest:
         source = np.searchsorted(self._first_examples, indices, side="right") - 1
         parts = []
         rows = []
@@ -174,7 +181,7 @@ class Mixture:
         """Whether the blocks of each source take at most a GiB of memory."""
         return all(source.is_small for source in self.sources if isinstance(source, FileSource))
 
-    def batch_spec(self, rows: int | None) -> Any:
+    def batch_spec(self, rows: int | None) -> Nest:
         """Return the ``tf.TypeSpec`` structure of a batch of ``rows`` rows; None for any number.
 
         Raises:
@@ -189,14 +196,14 @@ class Mixture:
                 )
         return specs[0]
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         """Return the fingerprints of the sources, and their weights."""
         each = [source.fingerprint() for source in self.sources]
         arrays = {f"sources[{i}]": fingerprint["arrays"] for i, fingerprint in enumerate(each)}
         rows = [fingerprint["rows"] for fingerprint in each]
         return {"examples": self.examples, "weights": self.weights, "arrays": arrays, "rows": rows}
 
-    def identity(self, shuffle: Shuffle) -> dict[str, Any]:
+    def identity(self, shuffle: Shuffle) -> dict[str, object]:
         """Return what determines the global order in addition to the seed and sizes."""
         sources = [{"examples": source.examples, **source.identity(shuffle)} for source in self.sources]
         return {"weights": self.weights, "sources": sources}
@@ -210,7 +217,9 @@ class Mixture:
         return replace(shuffle, seed=int(words[0]))
 
 
-def mixture(sources: Sequence[Any], weights: Sequence[float], *, epoch_examples: int | None = None) -> Mixture:
+def mixture(
+    sources: Sequence[FileSource | Nest], weights: Sequence[float], *, epoch_examples: int | None = None
+) -> Mixture:
     """Return several sources as one, in fixed proportions, for ``hk.data.GlobalBatches``.
 
     Of the first p examples of the training, ``p * weights[i] / sum(weights)`` are from source i, within two;
@@ -273,7 +282,7 @@ def _order_of_draws(
     return of
 
 
-def _interleaved(parts: Sequence[Any], places: np.ndarray) -> Any:
+def _interleaved(parts: Sequence[Leaf], places: np.ndarray) -> Leaf:
     """Return rows ``places`` of the concatenated parts: arrays, or dense, ragged or sparse tensors."""
     if all(isinstance(part, np.ndarray) for part in parts):
         return np.concatenate(parts)[places]

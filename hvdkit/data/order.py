@@ -15,9 +15,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 Remainder = Literal["pad", "drop"]
 Mode = Literal["full", "blocks"]
@@ -69,7 +72,7 @@ class RankRows:
     batch_size: int
     with_filler: bool = True
 
-    def first(self, count: Any) -> Any:
+    def first(self, count: int | tf.Tensor) -> int | tf.Tensor:
         """Return the first row to read of a batch of ``count`` real examples, an int or an int64 scalar tensor."""
         return self.rank * (self.batch_size if self.with_filler else count) // self.size
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from hvdkit.cluster.logs import get_logger
 from hvdkit.data import arguments
-from hvdkit.data.batch_plan import BatchPlan
+from hvdkit.data.batch_plan import BatchPlan, DataState
 from hvdkit.errors import describe, integer
 
 
@@ -45,19 +43,19 @@ class DataPosition:
         return self.plan.has_epoch(self.epoch)
 
     @property
-    def state(self) -> dict[str, Any]:
+    def state(self) -> DataState:
         """The state to save: a JSON-compatible dict."""
         return self.plan.state_of(self.epoch, self.step)
 
-    def state_at(self, global_step: int) -> dict[str, Any]:
+    def state_at(self, global_step: int) -> DataState:
         """Return the state after ``global_step`` batches since the start of training; see BatchPlan."""
         return self.plan.state_at(global_step, read=self.step)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         """Return a fingerprint of the data and their order, equal on all ranks."""
         return self.plan.fingerprint()
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: DataState) -> None:
         """Continue from a saved state; that of a run on arrays has no effect.
 
         Raises:
@@ -154,16 +152,16 @@ class ArrayPosition:
         self.repeated = 0
 
     @property
-    def state(self) -> dict[str, Any]:
+    def state(self) -> DataState:
         """The state to save."""
         return self.state_at(self.repeated + self.epoch * self.steps_per_epoch + self.step)
 
-    def state_at(self, global_step: int) -> dict[str, Any]:
+    def state_at(self, global_step: int) -> DataState:
         """Return the state to save after ``global_step`` batches since the start of training."""
         epoch, step = divmod(global_step - self.repeated, self.steps_per_epoch)
         return {"epoch": epoch, "step": step, "steps_per_epoch": self.steps_per_epoch, "array_seed": self.seed}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: DataState) -> None:
         """Continue from a saved state; the state of other data than arrays has no effect.
 
         With another batch size, training continues after as many batches as it had trained on.

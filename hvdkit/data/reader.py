@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from hvdkit.data.aligned import Nest
 from hvdkit.data.arrays import ArraySource
 from hvdkit.data.batch_plan import BatchPlan, no_batch
 from hvdkit.data.files.kept_open import close_idle
@@ -26,7 +27,7 @@ class RankBatch(NamedTuple):
         digest: Of a stream's batch without filler, before ``map_fn``, to compare the ranks' streams; otherwise 0.
     """
 
-    rows: Any
+    rows: Nest
     counts: list[int]
     digest: int = 0
 

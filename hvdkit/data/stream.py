@@ -7,12 +7,16 @@ runs only on the rows kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hvdkit.data import order
+from hvdkit.data.aligned import Nest
 from hvdkit.errors import describe
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 
 class StreamSource:
@@ -22,7 +26,7 @@ class StreamSource:
         examples: The dataset's cardinality, or None if it is unknown or infinite.
     """
 
-    def __init__(self, dataset: Any, *, map_fn: Callable[..., Any] | None):
+    def __init__(self, dataset: tf.data.Dataset, *, map_fn: Callable[..., object] | None):
         import tensorflow as tf
 
         options = tf.data.Options()
@@ -39,7 +43,7 @@ class StreamSource:
 
     def open(
         self, epoch: int, step: int, rank_rows: order.RankRows, shuffle: order.Shuffle, remainder: order.Remainder
-    ) -> Iterator[tuple[Any, int, int]]:
+    ) -> Iterator[tuple[Nest, int, int]]:
         """Yield the rank's rows of each global batch of the epoch from ``step`` on, and its number of real examples.
 
         Filler rows repeat the examples of the same batch, starting with the first. Without filler, the third value is a
@@ -49,7 +53,7 @@ class StreamSource:
 
         from hvdkit.collectives.digests import hash_of
 
-        def keep_rows(*window: Any) -> Any:
+        def keep_rows(*window: Nest) -> tf.data.Dataset:
             columns = window if isinstance(self._dataset.element_spec, tuple) else window[0]
             count = tf.nest.flatten(columns)[0].cardinality()
             rows = tf.data.Dataset.zip(columns)
@@ -66,30 +70,30 @@ class StreamSource:
             first, last = rank_rows.rows(count)
             yield _first_rows(batch, last - first, rank_rows.max_rows), count, int(digests[0])
 
-    def batch_spec(self, rows: int | None) -> Any:
+    def batch_spec(self, rows: int | None) -> Nest:
         """Return the ``tf.TypeSpec`` structure of a batch of ``rows`` rows; None for any number."""
         dataset = self._dataset if self.map_fn is None else self._dataset.map(self.map_fn)
         return dataset.batch(rows or 1, drop_remainder=rows is not None).element_spec
 
-    def identity(self, shuffle: order.Shuffle) -> dict[str, Any]:
+    def identity(self, shuffle: order.Shuffle) -> dict[str, object]:
         """Return nothing more: seed and sizes determine the order."""
         return {}
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         """Return the number and type of the examples, and a digest of the first two."""
         from hvdkit.collectives.digests import hash_of
 
         digest = int(hash_of(list(self._dataset.take(2))))
         return {"examples": self.examples, "arrays": {"dataset": str(self._dataset.element_spec)}, "rows": digest}
 
-    def _ordered(self, epoch: int, shuffle: order.Shuffle) -> Any:
+    def _ordered(self, epoch: int, shuffle: order.Shuffle) -> tf.data.Dataset:
         if shuffle.seed is None:
             return self._dataset
         import tensorflow as tf
 
         shuffle_seed = int(np.random.SeedSequence([shuffle.seed, epoch]).generate_state(1, np.uint64)[0]) >> 1
 
-        def shuffled(_: Any) -> Any:
+        def shuffled(_: tf.Tensor) -> tf.data.Dataset:
             # tf.data also uses the global seed, which a script may have set differently on each rank. Inside this
             # function it is the seed of the function's graph, which is fixed here.
             tf.random.set_seed(0)
@@ -97,17 +101,17 @@ class StreamSource:
 
         return tf.data.Dataset.from_tensors(0).flat_map(shuffled)
 
-    def _map_example(self, example: Any, count_and_digest: Any) -> Any:
+    def _map_example(self, example: Nest, count_and_digest: Nest) -> tuple[Nest, Nest]:
         assert self.map_fn is not None
         mapped = self.map_fn(*example) if isinstance(example, tuple) else self.map_fn(example)
         return mapped, count_and_digest
 
 
-def _first_rows(batch: Any, rows: int, max_rows: int) -> Any:
+def _first_rows(batch: Nest, rows: int, max_rows: int) -> Nest:
     """Return the first ``rows`` of the ``max_rows`` rows of every tensor of a batch."""
     import tensorflow as tf
 
-    def first(x: Any) -> Any:
+    def first(x: tf.Tensor | tf.RaggedTensor | tf.SparseTensor) -> tf.Tensor | tf.RaggedTensor | tf.SparseTensor:
         if isinstance(x, tf.SparseTensor):
             return tf.sparse.slice(x, [0] * len(x.shape), tf.concat([[rows], x.dense_shape[1:]], 0))
         return x[:rows]

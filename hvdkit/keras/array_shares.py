@@ -8,7 +8,7 @@ chief draws a seed, and each epoch has another order. Both can be continued with
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING
 
 import keras
 import numpy as np
@@ -19,6 +19,9 @@ from hvdkit.data.arrays import digest_of_rows
 from hvdkit.data.position import ArrayPosition
 from hvdkit.internals import ArrayDataAdapter, array_slicing, context
 from hvdkit.keras.shares import DataRank, Element, Shares, untuned_options
+
+if TYPE_CHECKING:
+    from hvdkit.keras.data_types import Tensors
 
 
 class ArrayShares(Shares):
@@ -64,14 +67,15 @@ class ArrayShares(Shares):
     def may_be_empty(self) -> bool:
         """Return False if no share can be empty."""
         short = self.inner.partial_batch_size
-        return min(self.inner._num_samples, self.inner.batch_size, short or self.inner.batch_size) < self.data_rank.size
+        smallest: int = min(self.inner._num_samples, self.inner.batch_size, short or self.inner.batch_size)
+        return smallest < self.data_rank.size
 
     @property
     def mean_batch_size(self) -> float:
         """Rows per global batch, over an epoch."""
         return float(self.inner._num_samples / self.inner.num_batches)
 
-    def first_inputs(self, number: int) -> Any:
+    def first_inputs(self, number: int) -> Tensors:
         """Return the inputs of the first ``number`` rows; None if an array is ragged or sparse."""
         arrays = array_slicing.convert_to_sliceable(self.inner._inputs, target_backend="numpy")
         if not all(isinstance(x.array, (np.ndarray, tf.Tensor)) for x in tree.flatten(arrays) if x is not None):
@@ -93,7 +97,7 @@ class ArrayShares(Shares):
         is_even = self._is_even()
 
         @tf.autograph.experimental.do_not_convert
-        def read(indices: tf.Tensor, arrays: Any) -> Element:
+        def read(indices: tf.Tensor, arrays: Tensors) -> Element:
             rows = tf.shape(indices)[0] if indices.shape[0] is None else indices.shape[0]
             start, end, info = self.data_rank.bounds_and_info(rows)
             if is_even:
@@ -120,7 +124,7 @@ class ArrayShares(Shares):
         position = self._position  # TensorFlow may never free a numpy_function, and what it refers to
 
         @tf.autograph.experimental.do_not_convert
-        def read(_: Any) -> tf.data.Dataset:
+        def read(_: tf.Tensor) -> tf.data.Dataset:
             rows = tf.range(examples, dtype=tf.int64)
             batches = self._batches(self._permuted(rows) if shuffle and shuffle != "batch" else rows)
             if shuffle == "batch":
@@ -154,10 +158,10 @@ class ArrayShares(Shares):
         return batches
 
 
-def _take_rows(arrays: Any, indices: tf.Tensor) -> Any:
+def _take_rows(arrays: Tensors, indices: tf.Tensor) -> Tensors:
     """Return the rows of each array, read as Keras does."""
 
-    def take(x: Any) -> Any:
+    def take(x: Tensors) -> Tensors:
         if isinstance(x, array_slicing.TensorflowSparseWrapper):
             return array_slicing.slice_tensorflow_sparse_wrapper(x, indices)
         if isinstance(x, (list, tuple, dict)):
@@ -167,5 +171,5 @@ def _take_rows(arrays: Any, indices: tf.Tensor) -> Any:
     return tree.traverse(take, arrays)
 
 
-def _numpy_rows(array: Any, indices: np.ndarray) -> np.ndarray:
+def _numpy_rows(array: array_slicing.Sliceable, indices: np.ndarray) -> np.ndarray:
     return np.asarray(array.convert_to_numpy(array[indices]))

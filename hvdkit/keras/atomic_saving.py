@@ -13,7 +13,6 @@ import shutil
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import keras
 
@@ -24,7 +23,7 @@ from hvdkit.machine.replacing import replaced
 _SUFFIXES = {"save": (".keras", ".h5", ".hdf5"), "save_weights": (".weights.h5",)}
 
 
-def make_saving_atomic(model: Any) -> None:
+def make_saving_atomic(model: keras.Model) -> None:
     """Make a model and its inner models save files atomically.
 
     Sets attributes of these instances, not of their classes. A custom ``save`` of the user's class is not changed.
@@ -37,9 +36,9 @@ def make_saving_atomic(model: Any) -> None:
                 object.__setattr__(layer, name, _atomic(getattr(layer, name), suffixes))  # bypass Keras's tracking
 
 
-def _atomic(method: Callable[..., Any], suffixes: tuple[str, ...]) -> Callable[..., Any]:
+def _atomic(method: Callable[..., object], suffixes: tuple[str, ...]) -> Callable[..., object]:
     @functools.wraps(method)
-    def save(filepath: Any, overwrite: bool = True, *args: Any, **kwargs: Any) -> Any:
+    def save(filepath: object, overwrite: bool = True, *args: object, **kwargs: object) -> object:
         target = _target(filepath, suffixes)
         if target is None or args or kwargs:  # with other options Keras writes several files or a folder
             return method(filepath, overwrite, *args, **kwargs)
@@ -56,7 +55,7 @@ def _atomic(method: Callable[..., Any], suffixes: tuple[str, ...]) -> Callable[.
     return save
 
 
-def _target(filepath: Any, suffixes: tuple[str, ...]) -> Path | None:
+def _target(filepath: object, suffixes: tuple[str, ...]) -> Path | None:
     """Return the file to replace, or None to leave the path to Keras."""
     if not isinstance(filepath, (str, os.PathLike)) or is_remote_path(filepath):
         return None

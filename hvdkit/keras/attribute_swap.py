@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 _MISSING = object()
 
 
 @contextlib.contextmanager
-def swap_attributes(target: Any, **attributes: Any) -> Iterator[None]:
+def swap_attributes(target: object, **attributes: object) -> Iterator[None]:
     """Replace attributes of an instance, not of its class, and restore them on exit."""
     before = exchange_attributes(target, attributes)
     try:
@@ -19,7 +18,7 @@ def swap_attributes(target: Any, **attributes: Any) -> Iterator[None]:
         exchange_attributes(target, before)
 
 
-def exchange_attributes(target: Any, attributes: dict[str, Any]) -> dict[str, Any]:
+def exchange_attributes(target: object, attributes: Mapping[str, object]) -> dict[str, object]:
     """Replace attributes of an instance, and return the previous ones; call it with these to restore them."""
     before = {name: vars(target).get(name, _MISSING) for name in attributes}
     for name, value in attributes.items():

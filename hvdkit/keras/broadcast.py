@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hvdkit.keras.plain_fit import CheckedCallback
 from hvdkit.keras.supervised_fit import is_supervised
@@ -11,6 +11,9 @@ from hvdkit.optimizer.equal_ranks import gradient_sums_of
 from hvdkit.optimizer.mixins import ranks_of
 from hvdkit.sharding.variables import broadcast_and_gather
 from hvdkit.supervisor.divergence import check_first_update
+
+if TYPE_CHECKING:
+    import keras
 
 
 class BroadcastInitial(CheckedCallback):
@@ -69,5 +72,5 @@ class BroadcastInitial(CheckedCallback):
         self._done = True
 
 
-def _steps_per_update(optimizer: Any) -> int:
+def _steps_per_update(optimizer: keras.Optimizer) -> int:
     return getattr(getattr(optimizer, "inner_optimizer", optimizer), "gradient_accumulation_steps", None) or 1

@@ -7,9 +7,10 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from hvdkit import cluster
@@ -17,8 +18,9 @@ from hvdkit.checkpoint.entries import BEST_WEIGHTS
 from hvdkit.errors import CorruptCheckpointError, describe
 from hvdkit.keras.chief import is_on_chief
 from hvdkit.machine.replacing import replaced
-from hvdkit.sharding.shards import Local, Shard, holding_of, set_holding
+from hvdkit.sharding.shards import AnyVariable, Local, Shard, holding_of, set_holding
 
+T = TypeVar("T")
 # What Keras's callbacks decide by. Those that read a quantity compare it with their `best`, a number or None.
 _COUNTERS = ("wait", "stopped_epoch", "best_epoch", "cooldown_counter")
 _DECIDING = (
@@ -29,12 +31,21 @@ _DECIDING = (
 )
 
 
-def has_state(callback: Any) -> bool:
+class RestorableState(Protocol):
+    """What continues with a state that is saved as JSON."""
+
+    @property
+    def state(self) -> Mapping[str, object]: ...
+
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+
+def has_state(callback: object) -> bool:
     """Return True for callbacks of Keras with a state, and others that define ``get_state`` and ``set_state``."""
     return isinstance(callback, _DECIDING) or _defines_state(callback)
 
 
-def _defines_state(callback: Any) -> bool:
+def _defines_state(callback: object) -> bool:
     return callable(getattr(callback, "get_state", None)) and callable(getattr(callback, "set_state", None))
 
 
@@ -47,7 +58,7 @@ class CallbackStates:
             theirs is restored by :meth:`apply`.
     """
 
-    def __init__(self, own: Iterable[Any], others: Iterable[Any]):
+    def __init__(self, own: Iterable[RestorableState], others: Iterable[keras.callbacks.Callback]):
         self._own = _by_name(own)
         self._others = _by_name(each for each in others if has_state(each))
         self._restored: Mapping[str, Any] = {}
@@ -62,12 +73,12 @@ class CallbackStates:
         """Whether there are states on this rank that change at the end of an epoch."""
         return bool(self._others)
 
-    def to_save(self) -> dict[str, Any]:
+    def to_save(self) -> dict[str, object]:
         """Return what a Supervisor saves as ``state``."""
         return {"callbacks": self, BEST_WEIGHTS: self._best_weights}
 
     @property
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """The states of all callbacks, JSON-serializable."""
         states = {name: callback.state for name, callback in self._own.items()}
         return states | {name: _read(name, callback) for name, callback in self._others.items()}
@@ -108,8 +119,8 @@ class CallbackStates:
         return next(names, "")
 
 
-def _by_name(callbacks: Iterable[Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _by_name(callbacks: Iterable[T]) -> dict[str, T]:
+    found: dict[str, T] = {}
     for callback in callbacks:
         kind = type(callback).__name__
         names = itertools.chain([kind], (f"{kind}{number}" for number in itertools.count(1)))
@@ -117,7 +128,7 @@ def _by_name(callbacks: Iterable[Any]) -> dict[str, Any]:
     return found
 
 
-def _read(name: str, callback: Any) -> Any:
+def _read(name: str, callback: keras.callbacks.Callback) -> object:
     """Return the state of a callback of Keras or the user."""
     if _defines_state(callback):
         saved = callback.get_state()
@@ -129,20 +140,20 @@ def _read(name: str, callback: Any) -> Any:
                 describe(f"{name}.get_state()", f"a value of which {error}", "plain JSON", remedy)
             ) from None
         return saved
-    state: dict[str, Any] = {name: int(getattr(callback, name)) for name in _COUNTERS if hasattr(callback, name)}
+    state: dict[str, object] = {name: int(getattr(callback, name)) for name in _COUNTERS if hasattr(callback, name)}
     if getattr(callback, "best_weights", None) is not None:
         state["has_best_weights"] = True
     best = None if callback.best is None else float(callback.best)
     return {**state, "best": best if best is None or math.isfinite(best) else str(best)}
 
 
-def _is_state(saved: Any) -> bool:
+def _is_state(saved: object) -> bool:
     if not isinstance(saved, Mapping) or not isinstance(saved.get("best"), float | int | str | None):
         return False
     return all(type(saved.get(name, 0)) is int for name in _COUNTERS)
 
 
-def _has_stopped(callback: Any, saved: Any) -> bool:
+def _has_stopped(callback: keras.callbacks.EarlyStopping, saved: object) -> bool:
     """Return True if an ``EarlyStopping`` with this state has ended the run, and would with its present patience."""
     return (
         isinstance(saved, Mapping) and saved.get("stopped_epoch", 0) > 0 and saved.get("wait", 0) >= callback.patience
@@ -164,18 +175,18 @@ class _BestWeights:
         if not self._variables:
             with tf.device("CPU:0"):
                 self._variables = [_like(weight) for weight in self._callback.model.weights]
-        best: Sequence[Any] | None = self._callback.best_weights
+        best: Sequence[np.ndarray] | None = self._callback.best_weights
         if best is not None:
             for variable, values in zip(self._variables, best, strict=True):
                 variable.assign(values)
         return {str(number): variable for number, variable in enumerate(self._variables)}
 
-    def arrays(self) -> list[Any]:
+    def arrays(self) -> list[np.ndarray]:
         """Return the restored weights."""
         return [variable.numpy() for variable in self._variables]
 
 
-def _like(weight: Any) -> tf.Variable:
+def _like(weight: AnyVariable) -> tf.Variable:
     """Return a variable of zeros that holds the same part of a global array as a model's weight."""
     value = getattr(weight, "_value", weight)
     variable = tf.Variable(tf.zeros(value.shape, value.dtype), trainable=False)
@@ -187,7 +198,7 @@ def _like(weight: Any) -> tf.Variable:
     return variable
 
 
-def continue_logs(callbacks: Iterable[Any], epoch: int) -> None:
+def continue_logs(callbacks: Iterable[keras.callbacks.Callback], epoch: int) -> None:
     """Have each ``CSVLogger`` of the chief append to its file, without the rows of epochs that are trained again.
 
     Args:
@@ -207,7 +218,9 @@ def continue_logs(callbacks: Iterable[Any], epoch: int) -> None:
                 temporary.write_text("".join(lines))
 
 
-def check_callbacks(callbacks: Any) -> list[Any]:
+def check_callbacks(
+    callbacks: keras.callbacks.Callback | Iterable[keras.callbacks.Callback],
+) -> list[keras.callbacks.Callback]:
     """Return ``callbacks`` as a list. Raises TypeError if one of them is not a Keras callback."""
     found = [callbacks] if isinstance(callbacks, keras.callbacks.Callback) else list(callbacks)
     for each in found:

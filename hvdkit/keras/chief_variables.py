@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from typing import Any
 
 import keras
 import numpy as np
@@ -27,9 +26,9 @@ from hvdkit.sharding.variables import broadcast_and_gather
 class VariableBroadcaster:
     """Gives the variables of a model and its optimizers the chief's values."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: keras.Model) -> None:
         self._model = model
-        self._known: dict[int, Any] = {}
+        self._known: dict[int, AnyVariable] = {}
 
     def broadcast_all(self, *, restored: Iterable[AnyVariable] = ()) -> None:
         """Broadcast the chief's values of all existing variables, and seed each rank differently.
@@ -46,11 +45,11 @@ class VariableBroadcaster:
         """Broadcast variables created since the last call."""
         self._broadcast(self.new())
 
-    def new(self) -> list[Any]:
+    def new(self) -> list[AnyVariable]:
         """Return the variables created since the last broadcast."""
         return [v for v in self._all() if id(v) not in self._known]
 
-    def _broadcast(self, variables: list[Any], *replicated_states: Any) -> None:
+    def _broadcast(self, variables: list[AnyVariable], *replicated_states: keras.Variable) -> None:
         self._known |= {id(v): v for v in variables}
         states = [v for v in variables if is_seed_state(v)]
 
@@ -62,14 +61,14 @@ class VariableBroadcaster:
         spread_seeds(states, list(replicated_states), ranks[0][0])
         agree_on_numbers(variables, [numbers for _, numbers in ranks])
 
-    def _all(self) -> list[Any]:
+    def _all(self) -> list[AnyVariable]:
         optimizer_variables = [v for each in optimizers_of(self._model) for v in each.variables]
         untracked = [each.variable for each in state_of(self._model)]
         variables = [*self._model.variables, *untracked, *optimizer_variables]
         return [v for v in {id(v): v for v in variables}.values() if holding_of(v) is None]
 
 
-def build_for(model: Any, data: Shares) -> None:
+def build_for(model: keras.Model, data: Shares) -> None:
     """Build a model for ``data``, by a symbolic call; one that cannot be called so stays as it is."""
     inputs = keras.utils.unpack_x_y_sample_weight(data.get_tf_dataset().element_spec[0])[0]
     if all(isinstance(each, tf.TensorSpec) for each in tree.flatten(inputs)):
@@ -77,7 +76,7 @@ def build_for(model: Any, data: Shares) -> None:
             model(tree.map_structure(lambda each: keras.KerasTensor(each.shape, each.dtype.name), inputs))
 
 
-def build_before_tracing(model: Any, data: Shares) -> None:
+def build_before_tracing(model: keras.Model, data: Shares) -> None:
     """Build the optimizer and the compiled metrics of a complete model with Keras's own step.
 
     TensorFlow traces a function twice if it creates variables.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 from keras import tree
@@ -21,12 +21,17 @@ from hvdkit.compiling.compiled_step import CompiledStep
 from hvdkit.compiling.settings import mode
 from hvdkit.internals import TensorFlowTrainer
 from hvdkit.keras.attribute_swap import swap_attributes
-from hvdkit.keras.measured_function import MeasuredFunction
+from hvdkit.keras.measured_function import Function, MeasuredFunction
+
+if TYPE_CHECKING:
+    import keras
+
+    from hvdkit.keras.data_types import Tensors
 
 _MAKERS = {"train": "make_train_function", "test": "make_test_function", "predict": "make_predict_function"}
 
 
-def jit_mode(model: Any) -> str:
+def jit_mode(model: keras.Model) -> str:
     """Return how the steps of a model run: "on" with XLA, "off" without, "auto" in the way that is faster.
 
     With GPUs, Keras's default is True, and cannot be told from the program's own: there, only the environment variable
@@ -37,7 +42,7 @@ def jit_mode(model: Any) -> str:
     return mode() or ("on" if getattr(model, "jit_compile", False) and not _has_gpus() else "off")
 
 
-def uses_whole_step(model: Any) -> bool:
+def uses_whole_step(model: keras.Model) -> bool:
     """Return True if Keras compiles the whole step as it does without hvdkit: on one rank with GPUs."""
     return cluster.size() == 1 and not mode() and _has_gpus()
 
@@ -46,7 +51,7 @@ def _has_gpus() -> bool:
     return bool(tf.config.list_physical_devices("GPU"))
 
 
-def makers_of(model: Any) -> dict[str, Callable[..., Any]]:
+def makers_of(model: keras.Model) -> dict[str, Callable[..., object]]:
     """Return replacements of the methods that make a model's functions, if its steps are to be compiled by XLA.
 
     Args:
@@ -60,7 +65,7 @@ def makers_of(model: Any) -> dict[str, Callable[..., Any]]:
         if getattr(model, "jit_compile", False) and not mode() and cluster.size() > 1 and cluster.is_chief():
             get_logger().info("jit_compile: steps run without XLA by default on GPUs; HVDKIT_JIT_COMPILE=on uses it")
         return {}
-    makers: dict[str, Callable[..., Any]] = {}
+    makers: dict[str, Callable[..., object]] = {}
     for name, maker in _MAKERS.items():
         if getattr(type(model), maker) is not getattr(TensorFlowTrainer, maker):
             if cluster.is_chief():
@@ -72,10 +77,10 @@ def makers_of(model: Any) -> dict[str, Callable[..., Any]]:
     return makers
 
 
-def _maker(model: Any, name: str, create: Callable[[str], Any]) -> Callable[..., Any]:
+def _maker(model: keras.Model, name: str, create: Callable[[str], object]) -> Callable[..., object]:
     attribute = f"{name}_function"
 
-    def make(force: bool = False) -> Any:
+    def make(force: bool = False) -> object:
         if force or getattr(model, attribute) is None:
             object.__setattr__(model, attribute, create(name))  # bypass Keras's tracking
         return getattr(model, attribute)
@@ -83,29 +88,29 @@ def _maker(model: Any, name: str, create: Callable[[str], Any]) -> Callable[...,
     return make
 
 
-def _compiled_function(model: Any, name: str) -> Callable[[Any], Any]:
+def _compiled_function(model: keras.Model, name: str) -> Callable[..., object]:
     own = model._autoconvert_optionals(getattr(model, f"{name}_step"))
     label = f"{name}_step of {type(model).__name__} {model.name!r}"
     if name == "predict":
         return _on_batches(CompiledStep(own, autograph=False, label=label))
 
     @functools.wraps(own)
-    def step(data: Any, has_fixed_rows: bool) -> Any:
+    def step(data: Tensors, has_fixed_rows: bool) -> object:
         with contextlib.nullcontext() if has_fixed_rows else _means_of_batches(model):
             return own(data)
 
     return _on_iterator(model, CompiledStep(step, autograph=False, label=label))
 
 
-def _measured_function(model: Any) -> Callable[[Any], Any]:
+def _measured_function(model: keras.Model) -> Function:
     plain = model._make_function(model.train_step)
     return MeasuredFunction(model, plain, _compiled_function(model, "train"))
 
 
-def _on_iterator(model: Any, step: CompiledStep) -> Callable[[Iterator[Any]], Any]:
+def _on_iterator(model: keras.Model, step: CompiledStep) -> Function:
     """Return a function that runs a training or test step on the next batches of an iterator."""
 
-    def function(iterator: Iterator[Any]) -> Any:
+    def function(iterator: Iterator[object]) -> object:
         has_fixed_rows = _has_fixed_rows(getattr(iterator, "element_spec", None))
         logs = step(next(iterator), has_fixed_rows)
         for _ in range(1, model.steps_per_execution):
@@ -118,10 +123,10 @@ def _on_iterator(model: Any, step: CompiledStep) -> Callable[[Iterator[Any]], An
     return function
 
 
-def _on_batches(step: CompiledStep) -> Callable[[list[Any]], Any]:
+def _on_batches(step: CompiledStep) -> Callable[[list[Tensors]], Tensors]:
     """Return a function that predicts the rows of some batches."""
 
-    def function(batches: list[Any]) -> Any:
+    def function(batches: list[Tensors]) -> Tensors:
         outputs = [step(data) for data in batches]
         if len(outputs) == 1:
             return outputs[0]
@@ -130,7 +135,7 @@ def _on_batches(step: CompiledStep) -> Callable[[list[Any]], Any]:
     return function
 
 
-def _has_fixed_rows(spec: Any) -> bool:
+def _has_fixed_rows(spec: object) -> bool:
     """Return True if data declare the number of rows of all their batches.
 
     Args:
@@ -141,7 +146,7 @@ def _has_fixed_rows(spec: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _means_of_batches(model: Any) -> Iterator[None]:
+def _means_of_batches(model: keras.Model) -> Iterator[None]:
     """Have a model average the losses of its outputs over batches, as it does without XLA.
 
     Keras weights the loss of each output by the rows of the batch if the shapes of the step declare them. For XLA they
@@ -154,7 +159,7 @@ def _means_of_batches(model: Any) -> Iterator[None]:
             for metric in losses.metrics:
                 stack.enter_context(swap_attributes(metric, update_state=_update_without_rows(metric.update_state)))
 
-        def build(*args: Any, **kwargs: Any) -> None:
+        def build(*args: object, **kwargs: object) -> None:
             original_build(*args, **kwargs)
             ignore_rows()
 
@@ -166,8 +171,8 @@ def _means_of_batches(model: Any) -> Iterator[None]:
         yield
 
 
-def _update_without_rows(update: Callable[..., Any]) -> Callable[..., Any]:
-    def update_state(values: Any, sample_weight: Any = None) -> Any:
+def _update_without_rows(update: Callable[..., object]) -> Callable[..., object]:
+    def update_state(values: tf.Tensor, sample_weight: tf.Tensor | int | None = None) -> object:
         weight = current_factor() if isinstance(sample_weight, int) else sample_weight
         return update(values, sample_weight=weight)
 

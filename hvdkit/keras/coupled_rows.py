@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import keras
 import numpy as np
@@ -14,16 +14,19 @@ import tensorflow as tf
 from keras import tree
 
 from hvdkit.errors import HvdkitError, describe, see
-from hvdkit.keras.shares import number_of_rows, slice_tensor
+from hvdkit.keras.shares import AnyTensor, number_of_rows, slice_tensor
 from hvdkit.keras.source_checks import is_of_library
 from hvdkit.keras.unchanged_models import random_layers_in_inference, trying_calls, values_of
 from hvdkit.sharding.shards import holding_of
+
+if TYPE_CHECKING:
+    from hvdkit.keras.data_types import Tensors
 
 _TOLERANCE = 1e-4  # of the largest magnitude
 _HALF_TOLERANCE = 2e-2  # of 16-bit outputs
 
 
-def couples_rows(model: Any, rows: Any, *, trains: bool) -> str:
+def couples_rows(model: keras.Model, rows: Tensors, *, trains: bool) -> str:
     """Return when the outputs of a row change with the other rows: "in inference", "in training", or "" for never.
 
     The first row keeps its outputs if all others become copies of it, and so does the last; the batch keeps its size.
@@ -55,7 +58,7 @@ def couples_rows(model: Any, rows: Any, *, trains: bool) -> str:
     return ""
 
 
-def _changes(call: Callable[[Any], Any], rows: Any, number: int) -> bool:
+def _changes(call: Callable[[Tensors], Tensors], rows: Tensors, number: int) -> bool:
     """Return True if the outputs of the first or the last row change with the other rows."""
     expected = _outputs(call, rows)
     changed = False
@@ -68,7 +71,7 @@ def _changes(call: Callable[[Any], Any], rows: Any, number: int) -> bool:
     return not any(_differ(again, expected, row) for row in range(number))
 
 
-def refuse_coupled_rows(model: Any, when: str) -> None:
+def refuse_coupled_rows(model: keras.Model, when: str) -> None:
     """Raise for a model that :func:`couples_rows`.
 
     Raises:
@@ -83,7 +86,7 @@ def refuse_coupled_rows(model: Any, when: str) -> None:
     raise HvdkitError(describe("model", got, expected, f"{remedy}; {see('pitfalls#layers-that-compare-rows')}"))
 
 
-def _number_of_rows(rows: Any) -> int:
+def _number_of_rows(rows: Tensors) -> int:
     """Return the number of rows that all tensors have; 0 for one row, and for tensors of different lengths."""
     leaves = [leaf for leaf in tree.flatten(rows) if leaf is not None]
     if any(leaf.shape.rank == 0 for leaf in leaves):
@@ -92,21 +95,20 @@ def _number_of_rows(rows: Any) -> int:
     return numbers.pop() if len(numbers) == 1 and min(numbers) > 1 else 0
 
 
-def _copies(leaf: Any, row: int, number: int) -> Any:
+def _copies(leaf: AnyTensor | None, row: int, number: int) -> AnyTensor | None:
     if leaf is None:
         return None
     copies = [slice_tensor(leaf, row, row + 1)] * number
     return tf.sparse.concat(0, copies) if isinstance(leaf, tf.SparseTensor) else tf.concat(copies, axis=0)
 
 
-def _outputs(call: Callable[[Any], Any], rows: Any) -> list[Any]:
+def _outputs(call: Callable[[Tensors], Tensors], rows: Tensors) -> list[tf.Tensor]:
     number = _number_of_rows(rows)
-    outputs = tree.flatten(call(rows))
-    is_row = lambda x: isinstance(x, tf.Tensor) and x.dtype.is_floating and x.shape.rank and x.shape[0] == number  # noqa: E731
-    return [x for x in outputs if is_row(x)]
+    floats = [x for x in tree.flatten(call(rows)) if isinstance(x, tf.Tensor) and x.dtype.is_floating]
+    return [x for x in floats if x.shape.rank and x.shape[0] == number]
 
 
-def _differ(outputs: list[Any], expected: list[Any], row: int) -> bool:
+def _differ(outputs: list[tf.Tensor], expected: list[tf.Tensor], row: int) -> bool:
     """Return True if a row of outputs has other values."""
     for one, other in zip(outputs, expected, strict=True):
         limit = (_HALF_TOLERANCE if one.dtype.size == 2 else _TOLERANCE) * np.abs(_float64(other)).max(initial=0.0)
@@ -115,5 +117,5 @@ def _differ(outputs: list[Any], expected: list[Any], row: int) -> bool:
     return False
 
 
-def _float64(tensor: Any) -> np.ndarray:
+def _float64(tensor: tf.Tensor) -> np.ndarray:
     return np.asarray(tf.cast(tensor, tf.float64))

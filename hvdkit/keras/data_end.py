@@ -7,7 +7,7 @@ step and 0 at the end. The exchange is a few bytes per step. Known lengths are c
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
@@ -15,11 +15,14 @@ from hvdkit import cluster
 from hvdkit.collectives import graph_recorder
 from hvdkit.errors import CollectiveMismatchError, describe
 
+if TYPE_CHECKING:
+    from hvdkit.keras.data_types import Tensors
+
 _NAME = "hvdkit.ranks_with_a_batch"
 _REMEDY = "give every rank the same data; seed filters, shuffles and sampling"
 
 
-def require_batch_on_every_rank(data: Any, rows: tf.Tensor) -> Any:
+def require_batch_on_every_rank(data: Tensors, rows: tf.Tensor) -> Tensors:
     """Return the batch once every rank has one; the step must use the returned batch.
 
     Args:
@@ -55,7 +58,7 @@ def report_end_of_data() -> None:
 
 
 @cache
-def _sum_in_graph() -> Any:
+def _sum_in_graph() -> tf.types.experimental.PolymorphicFunction:
     """Return :func:`_sum` as a graph, created once: TensorFlow warns of functions that are created again and again."""
     return tf.function(_sum, autograph=False)
 

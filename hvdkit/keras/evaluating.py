@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import keras
 
@@ -15,16 +15,19 @@ from hvdkit.keras.keras_callbacks import CallbackList
 from hvdkit.keras.own_methods import call_own, has_own, keras_method
 from hvdkit.keras.strategies import outside_strategy
 
+if TYPE_CHECKING:
+    from hvdkit.keras.data_types import Arrays, InputData
+
 
 @outside_strategy()
 @evaluation()
 def evaluate(
     model: keras.Model,
-    x: Any = None,
-    y: Any = None,
+    x: InputData | None = None,
+    y: Arrays | None = None,
     batch_size: int | None = None,
     verbose: int | str = "auto",
-    sample_weight: Any = None,
+    sample_weight: Arrays | None = None,
     steps: int | None = None,
     callbacks: keras.callbacks.Callback | Sequence[keras.callbacks.Callback] | None = None,
     return_dict: bool = False,
@@ -64,8 +67,10 @@ def evaluate(
     arguments = dict(locals())
     check_all_ranks_call("hk.evaluate")
     del arguments["model"]
+    result: float | list[float] | dict[str, float]
     if has_own(model, "evaluate"):
-        return call_own(model, "evaluate", evaluate, arguments)
+        result = call_own(model, "evaluate", evaluate, arguments)
+        return result
 
     def build() -> DataPair:
         check_model(model)
@@ -78,7 +83,7 @@ def evaluate(
     session = FitSession.of(model, may_be_empty=shares.may_be_empty, may_gather=not shares.has_whole_tensors)
     with session.running(shares):
         callback_list = CallbackList(callbacks, session, shares, verbose=verbose, epochs=1, steps=steps, trains=False)
-        result: float | list[float] | dict[str, float] = keras_method(model, "evaluate")(
+        result = keras_method(model, "evaluate")(
             shares, verbose=verbose, steps=steps, callbacks=callback_list, return_dict=return_dict
         )
         return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, NoReturn
 
 import keras
 import tensorflow as tf
@@ -45,6 +45,11 @@ from hvdkit.sharding.vocabulary import warn_of_full_buckets
 from hvdkit.watchdog.ending import ending
 from hvdkit.watchdog.reporter import reporter
 
+if TYPE_CHECKING:
+    import numpy as np
+
+    from hvdkit.keras.data_types import Tensors
+
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
 # Attributes that the traced steps depend on.
 _COMPILED_ATTRIBUTES = ("_loss_tracker", "optimizer", "steps_per_execution", "run_eagerly", "_jit_compile")
@@ -73,7 +78,7 @@ def check_all_ranks_call(call: str) -> None:
         raise HvdkitError(describe("callbacks", got, "a callback on every rank", remedy))
 
 
-def check_model(model: Any) -> None:
+def check_model(model: object) -> None:
     """Raise if ``model`` is not a compiled Keras model that ``hk.fit`` can train."""
     if not isinstance(model, keras.Model):
         remedy = "pass the model first: hk.fit(model, x)"
@@ -85,13 +90,12 @@ def check_model(model: Any) -> None:
             check_loss(loss)
 
 
-def _untraced(step: Any) -> Step:
+def _untraced(step: Step) -> Step:
     """Return the step; if the user has decorated it with ``tf.function``, a copy that has no graph yet.
 
     A graph that plain ``fit`` has traced averages no gradients.
     """
-    is_function = isinstance(step, tf.types.experimental.PolymorphicFunction)
-    result: Step = step._clone(None) if is_function else step
+    result: Step = step._clone(None) if isinstance(step, tf.types.experimental.PolymorphicFunction) else step
     return result
 
 
@@ -117,7 +121,7 @@ class FitSession:
     _is_running = False
     _is_active = False  # whether the model has the methods that run on shares
 
-    def __init__(self, model: Any, *, may_be_empty: bool, loss_scope: str, may_gather: bool) -> None:
+    def __init__(self, model: keras.Model, *, may_be_empty: bool, loss_scope: str, may_gather: bool) -> None:
         self.model = model
         self._variables = VariableBroadcaster(model)
         self.loss_scope = loss_scope
@@ -128,18 +132,19 @@ class FitSession:
             loss_scope=loss_scope,
             may_gather=may_gather,
         )
-        self._functions: dict[str, Any] = dict.fromkeys(_FUNCTIONS)
-        self._built: dict[str, Any] = dict.fromkeys(_FUNCTIONS)  # the functions when a callback last called the model
+        self._functions: dict[str, Callable[..., object] | None] = dict.fromkeys(_FUNCTIONS)
+        # The functions when a callback last called the model.
+        self._built: dict[str, Callable[..., object] | None] = dict.fromkeys(_FUNCTIONS)
         self._dependencies = _dependencies(model)
         self.metric_combiner = MetricCombiner(model, lambda: float(self.steps.last_factor.numpy()))
         self.metric_checks = MetricChecks(model, self.steps.loss_scopes)
         self._is_compared = False
         self.functions = FunctionComparison(model, self.steps.has_checked_steps)
-        self._inactive: dict[str, Any] = {}  # the attributes that the model does not have now
+        self._inactive: dict[str, object] = {}  # the attributes that the model does not have now
 
     @classmethod
     def of(
-        cls, model: Any, *, may_be_empty: bool, loss_scope: str | None = None, may_gather: bool = True
+        cls, model: keras.Model, *, may_be_empty: bool, loss_scope: str | None = None, may_gather: bool = True
     ) -> FitSession:
         """Return a model's session; reuse the previous one unless its dependencies have changed.
 
@@ -249,14 +254,14 @@ class FitSession:
         self.may_end_anywhere = before
         self.metric_combiner.keep_on_first_rank()  # the metrics of the epoch go on from here, as in Keras
 
-    def _plain_methods(self) -> dict[str, Any]:
+    def _plain_methods(self) -> dict[str, object]:
         """Return replacements of methods that callbacks call, and that then run as in plain Keras."""
         return {name: self._plain(name) for name in (*_TRAINING_METHODS, *_LOOKUP_METHODS)}
 
-    def _plain(self, name: str) -> Callable[..., Any]:
+    def _plain(self, name: str) -> Callable[..., object]:
         method = getattr(self.model, name)
 
-        def plain(*args: Any, **kwargs: Any) -> Any:
+        def plain(*args: object, **kwargs: object) -> object:
             if not self._is_active or kwargs.get("_use_cached_eval_dataset"):  # Keras's validation
                 return method(*args, **kwargs)
             with self._as_in_keras(name):
@@ -272,7 +277,7 @@ class FitSession:
         alone = _ALONE.get()
         if alone is not None and (name in _TRAINING_METHODS or self.is_sharded()):
             raise _refusal(name, alone, model.name)
-        states: list[Any] = []  # of the metrics, before the method resets them
+        states: list[list[tuple[keras.Variable, np.ndarray]]] = []  # of the metrics, before the method resets them
         for function in _FUNCTIONS:
             built = vars(model).get(function)
             if built is not self._built[function]:  # again by a callback, which may have frozen layers
@@ -314,11 +319,11 @@ class FitSession:
         finally:
             _ALONE.reset(token)
 
-    def _refusing(self, layer: Any, callback: str) -> dict[str, Any]:
+    def _refusing(self, layer: keras.layers.Layer, callback: str) -> dict[str, Callable[..., NoReturn]]:
         """Return replacements for the methods of a layer or submodel that look up rows of sharded tables."""
 
-        def refusing(name: str) -> Callable[..., Any]:
-            def refuse(*_: Any, **__: Any) -> Any:
+        def refusing(name: str) -> Callable[..., NoReturn]:
+            def refuse(*_: object, **__: object) -> NoReturn:
                 raise _refusal("__call__" if name == "call" else name, callback, layer.name)
 
             return refuse
@@ -341,14 +346,14 @@ class FitSession:
         """Wrap a step of the model so that it uses this rank's random seeds and tests metrics."""
         untraced = _untraced(step)
 
-        def wrapped_step(data: Any) -> Any:
+        def wrapped_step(data: Tensors) -> object:
             self.functions.observe(data)
             with rank_seeds(), self.metric_checks.testing_updates():
                 return untraced(data)
 
         return wrapped_step
 
-    def _metrics_at_end(self, logs: Any) -> Any:
+    def _metrics_at_end(self, logs: object) -> object:
         """Replace ``_get_metrics_result_or_logs``, which Keras calls after an epoch or an evaluation."""
         if self.may_end_anywhere:
             report_end_of_data()
@@ -393,18 +398,18 @@ _SESSIONS: Attached[FitSession] = Attached("_hvdkit_session")
 end_of_plain_fit: Attached[Callable[[], None]] = Attached("_hvdkit_end_of_plain_fit")
 
 
-def forget_session(model: Any) -> None:
+def forget_session(model: keras.Model) -> None:
     """Have the next call of ``hk.fit`` trace the model's steps again."""
     _SESSIONS.remove(model)
 
 
-def is_running(model: Any) -> bool:
+def is_running(model: keras.Model) -> bool:
     """Return True while ``hk.fit``, ``hk.evaluate`` or ``hk.predict`` runs a model."""
     session = _SESSIONS.get(model)
     return session is not None and session._is_running
 
 
-def _dependencies(model: Any) -> tuple[Any, ...]:
+def _dependencies(model: keras.Model) -> tuple[object, ...]:
     compiled = (getattr(model, name, None) for name in _COMPILED_ATTRIBUTES)
     return (*compiled, jit_mode(model), *(vars(model).get(name) for name in _STEP_METHODS))
 

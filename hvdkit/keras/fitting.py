@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 from keras import tree
@@ -37,6 +37,9 @@ from hvdkit.supervisor.signals import EndNotice
 from hvdkit.watchdog.ending import is_interrupt
 from hvdkit.watchdog.rank_texts import tag
 
+if TYPE_CHECKING:
+    from hvdkit.keras.data_types import Arrays, InputData
+
 # Arguments of hk.fit that must be the same on every rank, besides those that _call_text converts.
 _COMPARED = (
     "batch_size",
@@ -55,17 +58,17 @@ _COMPARED = (
 @patched_on_chief("fit")
 def fit(
     model: keras.Model,
-    x: Any = None,
-    y: Any = None,
+    x: InputData | None = None,
+    y: Arrays | None = None,
     batch_size: int | None = None,
     epochs: int = 1,
     verbose: int | str = "auto",
     callbacks: keras.callbacks.Callback | Sequence[keras.callbacks.Callback] | None = None,
     validation_split: float = 0.0,
-    validation_data: Any = None,
+    validation_data: InputData | None = None,
     shuffle: bool | str = True,
     class_weight: dict[int, float] | None = None,
-    sample_weight: Any = None,
+    sample_weight: Arrays | None = None,
     initial_epoch: int = 0,
     steps_per_epoch: int | None = None,
     validation_steps: int | None = None,
@@ -177,8 +180,8 @@ def fit(
             sample_weight=val_weight,
             batch_size=validation_batch_size or (None if isinstance(val_x, GlobalBatches) else batch_size),
         )
-        validation = FitData(**validation_arguments, steps=validation_steps, argument="validation_data", is_late=True)
-        return training_shares, validation.shares_for(model)
+        late = FitData(**validation_arguments, steps=validation_steps, argument="validation_data", is_late=True)
+        return training_shares, late.shares_for(model)
 
     shares, validation_shares = prepare_data(call, build)
     recorder = StepRecorder.from_environment()
@@ -229,14 +232,14 @@ def fit(
 
 
 def _call_own_fit(
-    model: keras.Model, arguments: dict[str, Any], logdir: str | RunPath | None, loss_scope: LossScope
+    model: keras.Model, arguments: Mapping[str, object], logdir: str | RunPath | None, loss_scope: LossScope
 ) -> keras.callbacks.History:
     """Call the ``fit`` of the model's class, or on the chief what a tracker's autolog has put in its place."""
     is_autolog = cluster.size() > 1 and is_patched("fit") and type(model).fit is keras.Model.fit
     known = tree.flatten(arguments["callbacks"] or [])
     calls = 0
 
-    def run(model: keras.Model, **passed: Any) -> Any:
+    def run(model: keras.Model, **passed: Any) -> keras.callbacks.History:
         nonlocal calls
         calls += 1
         if logdir is not None and calls > 1:
@@ -252,7 +255,7 @@ def _call_own_fit(
     return history
 
 
-def _call_text(model: keras.Model, arguments: Mapping[str, Any]) -> str:
+def _call_text(model: keras.Model, arguments: Mapping[str, object]) -> str:
     """Return the call as a text of the arguments that are the same on every rank."""
     weights = arguments["class_weight"]
     shown = {name: arguments[name] for name in _COMPARED} | {
@@ -308,13 +311,13 @@ def _warning_if_interrupted() -> Iterator[None]:
         raise
 
 
-def _validating_by(model: keras.Model, arguments: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+def _validating_by(model: keras.Model, arguments: dict[str, object]) -> contextlib.AbstractContextManager[None]:
     """Call the model's own ``evaluate``, if it has one, with the user's validation data, as Keras does."""
     if not has_own(model, "evaluate") or not arguments:
         return contextlib.nullcontext()
     own = model.evaluate
 
-    def evaluate(*args: Any, **kwargs: Any) -> Any:
+    def evaluate(*args: object, **kwargs: object) -> object:
         # Keras passes the data again, and reads them from its iterator over the shares.
         is_validation = kwargs.get("_use_cached_eval_dataset", False)
         return own(**kwargs | arguments) if is_validation else own(*args, **kwargs)

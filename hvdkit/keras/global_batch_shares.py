@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import keras
 import tensorflow as tf
@@ -14,7 +15,10 @@ from hvdkit.data.keras_dataset import prefetched, shares_of_batches
 from hvdkit.data.position import DataPosition
 from hvdkit.errors import describe, integer
 from hvdkit.internals import TFDatasetAdapter, make_class_weight_map_fn
-from hvdkit.keras.shares import DataRank, Shares
+from hvdkit.keras.shares import DataRank, Element, Shares
+
+if TYPE_CHECKING:
+    from hvdkit.keras.data_types import Tensors
 
 
 class GlobalBatchShares(Shares):
@@ -155,7 +159,7 @@ class GlobalBatchShares(Shares):
         has_static_rows = tf.nest.flatten(spec)[0].shape[0] is not None
         may_end_anywhere = self.may_end_anywhere
 
-        def take(data: Any, rows: tf.Tensor, digest: tf.Tensor) -> Any:
+        def take(data: Tensors, rows: tf.Tensor, digest: tf.Tensor) -> Element:
             _, _, info = self.data_rank.bounds_and_info(self._data.plan.batch_size if has_static_rows else rows)
             info["digest"] = digest
             if may_end_anywhere:
@@ -169,7 +173,7 @@ class GlobalBatchShares(Shares):
         dataset = dataset.map(lambda data, rows, digest: (self._add_class_weights(data), {}))
         return prefetched(dataset, self._data.plan)
 
-    def _add_class_weights(self, data: Any) -> Any:
+    def _add_class_weights(self, data: Tensors) -> Tensors:
         """Return a batch with class weights, or unchanged without them."""
         if self._class_weight is None:
             return data
@@ -205,6 +209,6 @@ class GlobalBatchShares(Shares):
         """Rows per global batch, over an epoch."""
         return self._data.plan.mean_batch_size
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Mapping[str, object]:
         """Return the settings that must be equal on all ranks."""
         return self._data.plan.identity

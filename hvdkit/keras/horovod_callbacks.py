@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from hvdkit.keras.broadcast import BroadcastInitial
 from hvdkit.keras.metrics import MetricAverage
 from hvdkit.keras.plain_fit import CheckedCallback
 from hvdkit.keras.step_callbacks import LearningRateWarmup
+
+if TYPE_CHECKING:
+    import keras
 
 __all__ = [
     "BroadcastGlobalVariablesCallback",
@@ -46,7 +49,7 @@ class BroadcastGlobalVariablesCallback(BroadcastInitial):
         >>> history = model.fit(x, y, verbose=0, callbacks=callbacks)
     """
 
-    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
+    def __init__(self, root_rank: int, device: str = "", local_variables: object = None) -> None:
         super().__init__(root_rank)
         if local_variables is not None:
             remedy = "call hk.register_local_variables"
@@ -116,12 +119,12 @@ class LearningRateWarmupCallback(LearningRateWarmup):
         self._steps_per_epoch = steps_per_epoch
         self._verbose = verbose
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: dict[str, float] | None = None) -> None:
         """Read the number of steps per epoch from Keras."""
         self.steps = int(self._epochs * _steps_per_epoch(self, self._steps_per_epoch))
         super().on_train_begin(logs)
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Log that warm-up is finished."""
         super().on_epoch_end(epoch, logs)
         if self._verbose and self._reached and cluster.is_chief():
@@ -181,14 +184,14 @@ class LearningRateScheduleCallback(CheckedCallback):
         self._steps_per_epoch = steps_per_epoch
         self._epoch = 0
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Set the rate of the epoch."""
         super().on_epoch_begin(epoch, logs)
         self._epoch = epoch
         if self._staircase:
             self._set(epoch)
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: dict[str, float] | None = None) -> None:
         """Set the rate of the step."""
         if not self._staircase:
             self._set(self._epoch + batch / _steps_per_epoch(self, self._steps_per_epoch))
@@ -198,7 +201,7 @@ class LearningRateScheduleCallback(CheckedCallback):
             self.model.optimizer.learning_rate = self._rate * self._multiplier(epoch)
 
 
-def _steps_per_epoch(callback: Any, steps_per_epoch: int | None) -> int:
+def _steps_per_epoch(callback: keras.callbacks.Callback, steps_per_epoch: int | None) -> int:
     steps = steps_per_epoch or callback.params.get("steps")
     if not steps:
         raise ValueError(describe("steps_per_epoch", steps, "a number, because Keras does not know it", "pass it"))

@@ -7,7 +7,7 @@ import random
 import secrets
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import keras
 import tensorflow as tf
@@ -25,6 +25,9 @@ from hvdkit.keras.global_batch_shares import GlobalBatchShares
 from hvdkit.keras.shares import DataRank, LateAdapter, Shares, first_tensor
 from hvdkit.keras.strategies import check_no_scope, undistributed
 
+if TYPE_CHECKING:
+    from hvdkit.keras.data_types import Arrays, InputData
+
 DataPair = tuple[Shares, Shares | None]
 """Shares of the data, and of the validation data if there are any."""
 
@@ -40,13 +43,13 @@ class FitData:
         is_late: whether batches of Python code, a PyDataset or a generator, may be read only when Keras reads them.
     """
 
-    x: Any
-    y: Any = None
-    sample_weight: Any = None
+    x: InputData | None
+    y: Arrays | None = None
+    sample_weight: Arrays | None = None
     batch_size: int | None = None
     steps: int | None = None
-    shuffle: Any = False
-    class_weight: Any = None
+    shuffle: bool | str = False
+    class_weight: dict[int, float] | None = None
     initial_epoch: int | None = None
     argument: str = "x"
     is_late: bool = False
@@ -78,7 +81,7 @@ class FitData:
         shares.get_tf_dataset()
         return shares
 
-    def shares_for(self, model: Any, *, has_loss: bool = True) -> Shares:
+    def shares_for(self, model: keras.Model, *, has_loss: bool = True) -> Shares:
         """Return this rank's shares, after checking that they fit to ``model``. Raises as :meth:`shares`.
 
         Args:
@@ -130,7 +133,7 @@ class FitData:
             expected = f"at least one row for each of the {data_rank.size} ranks"
             raise ValueError(describe("batch_size", batch_size, expected, "pass a larger batch_size, which is global"))
 
-    def _check_batched(self, spec: Any, data_rank: DataRank) -> None:
+    def _check_batched(self, spec: object, data_rank: DataRank) -> None:
         first = first_tensor(spec)
         if first is None:
             remedy = "call dataset.batch(batch_size) with the global batch size"
@@ -139,7 +142,7 @@ class FitData:
             self._check_rows(first.shape[0], data_rank)
 
 
-def _check_batch_size_of_model(model: Any, shares: Shares) -> None:
+def _check_batch_size_of_model(model: keras.Model, shares: Shares) -> None:
     """Check a model with a fixed batch size, as stateful RNNs need: it has to be that of a rank's rows.
 
     Raises:
@@ -155,7 +158,8 @@ def _check_batch_size_of_model(model: Any, shares: Shares) -> None:
     if isinstance(shares.inner, ArrayDataAdapter):
         rows = shares.inner.batch_size
     else:
-        rows = first_tensor(shares.inner.get_tf_dataset().element_spec).shape[0]
+        first = first_tensor(shares.inner.get_tf_dataset().element_spec)
+        rows = None if first is None else first.shape[0]
     if rows is not None and rows != fixed * size:
         got = f"stateful layers with the fixed batch size {fixed}, and global batches of {rows} rows"
         expected = f"a model for the rows of one of {size} ranks"
@@ -205,12 +209,12 @@ class _DataDescription:
 
     seed: int | None  # TensorFlow's global seed
     random_seed: int
-    python_state: Any  # of Python's random generator, if it orders the batches of a PyDataset
-    sizes: list[Any]  # class, number of batches and settings of the training and validation data
-    digests: list[Any]  # of arrays and of the data of GlobalBatches
+    python_state: tuple[object, ...] | None  # of Python's random generator, if it orders the batches of a PyDataset
+    sizes: list[tuple[object, ...] | None]  # class, number of batches and settings of the training and validation data
+    digests: list[object]  # of arrays and of the data of GlobalBatches
 
 
-def _size(shares: Shares | None) -> tuple[Any, ...] | None:
+def _size(shares: Shares | None) -> tuple[object, ...] | None:
     """Return the class and number of batches, and the settings of GlobalBatches."""
     if shares is None:
         return None
@@ -245,7 +249,7 @@ def _compare(descriptions: list[_DataDescription]) -> None:
         compare(ranks, name, _WHOLE_DATA, show=_show_digests)
 
 
-def _show_digests(odd: Any, usual: Any) -> tuple[str, str]:
+def _show_digests(odd: object, usual: object) -> tuple[str, str]:
     """Return descriptions of the digests of arrays, or name what differs in those of GlobalBatches, as JSON."""
     if not (isinstance(odd, str) and isinstance(usual, str)):
         return "other data", "the whole data set"
@@ -254,7 +258,7 @@ def _show_digests(odd: Any, usual: Any) -> tuple[str, str]:
     return f"other data ({', '.join(name for name in second if first.get(name) != second[name])})", "the same"
 
 
-def _show_sizes(odd: Any, usual: Any) -> tuple[str, str]:
+def _show_sizes(odd: tuple[object, ...] | None, usual: tuple[object, ...] | None) -> tuple[str, str]:
     """Return the numbers of batches, or what else differs: the kind of data, or the settings of GlobalBatches."""
     if odd is None or usual is None:
         return ("none", "some") if odd is None else ("some", "none")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import keras
@@ -22,9 +22,10 @@ from hvdkit.keras.chief import StopRequest, is_on_chief
 from hvdkit.keras.chief_variables import build_for
 from hvdkit.keras.data_end import report_end_of_data
 from hvdkit.keras.fit_session import FitSession
+from hvdkit.keras.metric_combiner import Logs
 from hvdkit.keras.model_optimizers import optimizers_of
 from hvdkit.keras.row_gathering import gather_rows
-from hvdkit.keras.shares import Shares
+from hvdkit.keras.shares import AnyTensor, Shares
 from hvdkit.keras.supervisor_callback import SupervisorCallback, end_epoch, join_fit, steps_begun
 from hvdkit.keras.trained_epochs import TrainedEpochs
 from hvdkit.layers.batch_norm import check_batch_normalization
@@ -57,46 +58,46 @@ def _tracker(callback: keras.callbacks.Callback) -> tuple[str, str]:
     return type(callback).__module__.partition(".")[0], type(callback).__name__
 
 
-def _reads_batch_logs(callback: Any) -> bool:
+def _reads_batch_logs(callback: keras.callbacks.Callback) -> bool:
     """Return True if a callback reads the logs of training batches, which must then be combined over ranks."""
     if isinstance(callback, _DISPLAYS):
         return False
     if type(callback).__module__.startswith("hvdkit."):
         return isinstance(callback, StepRecorder)
     if isinstance(callback, keras.callbacks.TensorBoard):
-        return callback.update_freq != "epoch"
+        return bool(callback.update_freq != "epoch")
     if isinstance(callback, (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)):
-        return callback.save_freq != "epoch"
+        return bool(callback.save_freq != "epoch")
     if (logs_batches := _TRACKERS.get(_tracker(callback))) is not None:
         return bool(getattr(callback, logs_batches))
     return not (is_default(callback.on_batch_end) and is_default(callback.on_train_batch_end))
 
 
-def _reads_test_logs(callback: Any) -> bool:
+def _reads_test_logs(callback: keras.callbacks.Callback) -> bool:
     """Return True if a callback may read the logs of test batches. Of those of Keras, none does."""
     return _may_raise(callback) and not is_default(callback.on_test_batch_end)
 
 
-def _reads_outputs(callback: Any) -> bool:
+def _reads_outputs(callback: keras.callbacks.Callback) -> bool:
     """Return True if a callback may read the outputs of batches, which must then be gathered."""
     return _may_raise(callback) and not (
         is_default(callback.on_batch_end) and is_default(callback.on_predict_batch_end)
     )
 
 
-def _global_output(output: Any, rows: np.ndarray) -> Any:
+def _global_output(output: AnyTensor, rows: np.ndarray) -> AnyTensor:
     """Return the rows of an output of all ranks, as a tensor. Every rank must call it."""
     is_composite = isinstance(output, (tf.RaggedTensor, tf.SparseTensor))
     gathered = gather_rows(output if is_composite else output.numpy(), rows, keep=True)
     return gathered if is_composite else tf.convert_to_tensor(gathered, output.dtype)
 
 
-def _is_alone(callback: Any) -> bool:
+def _is_alone(callback: keras.callbacks.Callback) -> bool:
     """Return True for a callback of the chief that other ranks do not have."""
     return cluster.size() > 1 and (isinstance(callback, WRITERS) or is_on_chief(callback))
 
 
-def _may_raise(callback: Any) -> bool:
+def _may_raise(callback: keras.callbacks.Callback) -> bool:
     """Return True for a callback with code of the user, which may raise an error on one rank only."""
     is_own = not type(callback).__module__.startswith(("keras.", "hvdkit."))
     return is_own or isinstance(callback, keras.callbacks.LambdaCallback)
@@ -112,7 +113,7 @@ class _Needs(NamedTuple):
     restoring: bool  # a broadcast when training begins: they may have restored the model
 
     @classmethod
-    def of(cls, callbacks: list[Any]) -> _Needs:
+    def of(cls, callbacks: list[keras.callbacks.Callback]) -> _Needs:
         return cls(
             any(map(_reads_batch_logs, callbacks)),
             any(map(_reads_test_logs, callbacks)),
@@ -122,7 +123,7 @@ class _Needs(NamedTuple):
         )
 
 
-def _compare_callbacks(callbacks: list[Any], begin: Callable[[], None]) -> _Needs:
+def _compare_callbacks(callbacks: list[keras.callbacks.Callback], begin: Callable[[], None]) -> _Needs:
     """Call ``begin`` and compare the ranks' lists of callbacks; return what those of any rank need.
 
     Ranks may differ in callbacks that write or display on the chief.
@@ -144,7 +145,7 @@ def _compare_callbacks(callbacks: list[Any], begin: Callable[[], None]) -> _Need
     return _Needs(*(any(of_ranks) for of_ranks in zip(*(needs for _, needs in ranks), strict=True)))
 
 
-def _local_verbose(verbose: Any) -> Any:
+def _local_verbose(verbose: int | str) -> int | str:
     """Return this rank's ``verbose``; "auto" is a progress bar in terminals and notebooks, else a line per epoch."""
     if not cluster.is_chief():
         return 0
@@ -166,12 +167,12 @@ class CallbackList(keras.callbacks.CallbackList):
 
     def __init__(
         self,
-        callbacks: Any,
+        callbacks: keras.callbacks.Callback | Sequence[keras.callbacks.Callback] | None,
         session: FitSession,
         data: Shares,
         validation: Shares | None = None,
         *,
-        verbose: Any,
+        verbose: int | str,
         epochs: int,
         steps: int | None,
         trains: bool = True,
@@ -216,7 +217,7 @@ class CallbackList(keras.callbacks.CallbackList):
 
     # ---- calling ------------------------------------------------------------------------------------------------
 
-    def _call(self, hook: str, *args: Any) -> None:
+    def _call(self, hook: str, *args: object) -> None:
         """Call a hook of each callback; ``args`` ends with the logs, which they all share.
 
         As in Keras, hooks of batches get the logs by keyword, and the others by position: their argument may have
@@ -234,7 +235,7 @@ class CallbackList(keras.callbacks.CallbackList):
             else:
                 getattr(callback, hook)(*given, **named)
 
-    def _call_on_all_ranks(self, hook: str, *args: Any) -> None:
+    def _call_on_all_ranks(self, hook: str, *args: object) -> None:
         """Call a hook of each callback; an error on one rank raises on all ranks."""
         if self._may_raise:
             unit = "batch" if "_batch_" in hook else "epoch"
@@ -255,7 +256,7 @@ class CallbackList(keras.callbacks.CallbackList):
 
     # ---- training -----------------------------------------------------------------------------------------------
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Call the callbacks, then broadcast the chief's variables, as a callback may have restored them."""
         self._on_begin()
         model = self.model
@@ -278,18 +279,18 @@ class CallbackList(keras.callbacks.CallbackList):
         self._data.begin_training(model._initial_epoch)
         self._session.functions.before(self._data, trains=True)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Call the callbacks; the first batch of the epoch will be compared."""
         self._is_first_batch = True
         self._session.may_end_anywhere = self._data.may_end_anywhere
         self._data.begin_epoch(epoch)
         self._call_on_all_ranks("on_epoch_begin", epoch, logs)
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Call the callbacks."""
         self._call("on_train_batch_begin", batch, logs)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Call the callbacks, after comparing the first global batch of an epoch between ranks."""
         self._epoch_steps = batch + 1
         if not self.supervisors:  # which count the steps of earlier runs, too
@@ -306,10 +307,10 @@ class CallbackList(keras.callbacks.CallbackList):
         if not self._combines_batch_logs:
             self._call("on_train_batch_end", batch, logs)
             return
-        logs = self._session.metric_combiner.combine(logs, of_batch=True)
-        self._agree(f"on_train_batch_end of batch {batch}", lambda: self._call("on_train_batch_end", batch, logs))
+        combined = self._session.metric_combiner.combine(logs, of_batch=True)
+        self._agree(f"on_train_batch_end of batch {batch}", lambda: self._call("on_train_batch_end", batch, combined))
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, np.ndarray | float] | None = None) -> None:
         """Call the callbacks. An error on one rank raises on all ranks, and either all ranks stop or none."""
         begun = max(map(steps_begun, self.supervisors), default=0)
         stopped = bool(self.model.stop_training)
@@ -323,7 +324,7 @@ class CallbackList(keras.callbacks.CallbackList):
         for supervisor in self.supervisors:  # after what the others have decided
             end_epoch(supervisor, epoch)
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         """Call the callbacks."""
         if self._async_train:
             self._flush_futures()
@@ -332,7 +333,7 @@ class CallbackList(keras.callbacks.CallbackList):
 
     # ---- evaluation and prediction ------------------------------------------------------------------------------
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: Logs | None = None) -> None:
         """Call the callbacks; the first batch of the evaluation will be compared."""
         self._is_first_batch = True
         self._session.may_end_anywhere = self._test_data is not None and self._test_data.may_end_anywhere
@@ -340,11 +341,11 @@ class CallbackList(keras.callbacks.CallbackList):
         self._call_on_all_ranks("on_test_begin", logs)
         self._session.functions.before(self._test_data)
 
-    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_test_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Call the callbacks."""
         self._call("on_test_batch_begin", batch, logs)
 
-    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_test_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Call the callbacks, after comparing the first global batch between ranks."""
         if self._is_first_batch:
             self._compare_batch()
@@ -354,23 +355,23 @@ class CallbackList(keras.callbacks.CallbackList):
         if not self._combines_test_logs:
             self._call("on_test_batch_end", batch, logs)
             return
-        logs = self._session.metric_combiner.combine(logs, of_batch=True)
-        self._call_on_all_ranks("on_test_batch_end", batch, logs)
+        combined = self._session.metric_combiner.combine(logs, of_batch=True)
+        self._call_on_all_ranks("on_test_batch_end", batch, combined)
 
-    def on_test_end(self, logs: Any = None) -> None:
+    def on_test_end(self, logs: Logs | None = None) -> None:
         """Call the callbacks."""
         if self._async_test:
             self._flush_futures()
         self._call_on_all_ranks("on_test_end", logs)
         self._on_end()
 
-    def on_predict_begin(self, logs: Any = None) -> None:
+    def on_predict_begin(self, logs: Logs | None = None) -> None:
         """Call the callbacks."""
         self._on_begin()
         self._call_on_all_ranks("on_predict_begin", logs)
         self._session.functions.before(self._data)
 
-    def on_predict_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_predict_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Call the callbacks."""
         self._call("on_predict_batch_begin", batch, logs)
 
@@ -385,7 +386,7 @@ class CallbackList(keras.callbacks.CallbackList):
         else:
             self._call("on_predict_batch_end", batch, {"outputs": outputs})
 
-    def on_predict_end(self, logs: Any = None) -> None:
+    def on_predict_end(self, logs: Logs | None = None) -> None:
         """Call the callbacks, after the last batch on every rank."""
         if self._data.may_end_anywhere:
             report_end_of_data()
@@ -438,7 +439,7 @@ class CallbackList(keras.callbacks.CallbackList):
     def _agree(self, when: str, call: Callable[[], None]) -> None:
         """Call the callbacks and compare their decisions, which must be equal on all ranks."""
 
-        def decide() -> dict[str, Any]:
+        def decide() -> dict[str, object]:
             call()
             rates = [float(np.asarray(optimizer.learning_rate)) for optimizer in optimizers_of(self.model)]
             return {"stop_training": bool(self.model.stop_training), "learning rates": rates}

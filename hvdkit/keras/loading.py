@@ -7,7 +7,7 @@ import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import h5py
 import keras
@@ -83,7 +83,9 @@ def load_model(
     return model
 
 
-def _load(path: Path, custom_objects: Any, compiles: bool, safe_mode: bool, options: dict[str, Any]) -> Any:
+def _load(
+    path: Path, custom_objects: Mapping[str, object] | None, compiles: bool, safe_mode: bool, options: dict[str, Any]
+) -> keras.Model:
     in_two_steps = compiles and path.suffix == ".keras" and zipfile.is_zipfile(path)
     model = keras.models.load_model(
         path, custom_objects=custom_objects, compile=compiles and not in_two_steps, safe_mode=safe_mode
@@ -118,7 +120,7 @@ def _was_trained(path: Path) -> bool:
     """Return whether the optimizer in a ``.keras`` file, or one that it contains, has made a step."""
     has_made_steps: list[bool] = []
 
-    def visit(name: str, item: Any) -> None:
+    def visit(name: str, item: h5py.Group | h5py.Dataset) -> None:
         if name.endswith("vars/0"):  # the number of steps
             has_made_steps.append(bool(np.any(item[()])))
 
@@ -128,11 +130,11 @@ def _was_trained(path: Path) -> bool:
     return any(has_made_steps)
 
 
-def _load_state(model: Any, path: Path) -> None:
+def _load_state(model: keras.Model, path: Path) -> None:
     """Load this rank's weights and the state of the current optimizer."""
     with warnings.catch_warnings():
         # Before the first step, Keras saves no slots: there is no state to miss.
-        action: Any = "error" if _was_trained(path) else "ignore"
+        action: Literal["error", "ignore"] = "error" if _was_trained(path) else "ignore"
         warnings.filterwarnings(action, message="Skipping variable loading")
         try:
             model.load_weights(path)

@@ -16,7 +16,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import tensorflow as tf
@@ -31,8 +31,15 @@ from hvdkit.errors import HvdkitError, describe, see
 from hvdkit.keras.rank_functions import store_once
 from hvdkit.keras.source_checks import is_of_keras
 
+if TYPE_CHECKING:
+    import keras
+
+    from hvdkit.collectives.conversion import TensorLike
+    from hvdkit.keras.data_types import Arrays, Tensors
+
 LossScope = Literal["auto", "rows", "batch"]
-Values = Callable[[Any, Any], Any]
+Values: TypeAlias = Callable[[Any, Any], "TensorLike"]
+"""A function of labels and predictions, in a structure that it knows; returns a value for each row, or one for all."""
 UNKNOWN = 0
 ROWS = 1
 BATCH = 2
@@ -72,7 +79,7 @@ class _Function:
     """
 
     name: str
-    owner: Any
+    owner: object
     shown: int
     scope: tf.Variable
     is_stored: tf.Variable
@@ -100,7 +107,9 @@ class LossScopes:
         self._stands_in = False
         self._functions: dict[int, _Function] = {}
 
-    def of_loss(self, loss: Any, call: Values, y_true: Any, y_pred: Any, sample_weight: Any) -> int | _Function:
+    def of_loss(
+        self, loss: keras.Loss, call: Values, y_true: Tensors, y_pred: Tensors, sample_weight: TensorLike | None
+    ) -> int | _Function:
         """Return the scope of a loss in this step: ROWS, BATCH, or a function whose scope may be unknown.
 
         Args:
@@ -135,7 +144,12 @@ class LossScopes:
         """Return True if a loss of this scope is replaced now."""
         return self._stands_in and int(scope.scope if isinstance(scope, _Function) else scope) != ROWS
 
-    def of_update(self, metric: Any, growth: Callable[[Any], list[np.ndarray]], rows: list[Any]) -> int | _Function:
+    def of_update(
+        self,
+        metric: keras.Metric,
+        growth: Callable[[Sequence[np.ndarray | tf.Tensor]], list[np.ndarray]],
+        rows: list[tf.Tensor],
+    ) -> int | _Function:
         """Return the scope of a metric's update in this step: ROWS, or a function whose scope may be unknown.
 
         Args:
@@ -150,7 +164,7 @@ class LossScopes:
         ):  # in a branch or loop, which other ranks may not run
             return ROWS
 
-        def scope_of_arrays(arrays: Any, _: Any) -> int:
+        def scope_of_arrays(arrays: list[np.ndarray], _: list[np.ndarray]) -> int:
             def scope_of_sum(index: int) -> int:
                 return scope_of(lambda x, _: growth(x)[index], arrays, [], is_sum=True)
 
@@ -194,7 +208,9 @@ class LossScopes:
                 function.is_reported = True
                 get_logger().info(_message(function))
 
-    def of_metric(self, metric: Any, on_batch: Callable[[Values, Any, Any], Any]) -> Values:
+    def of_metric(
+        self, metric: keras.metrics.MeanMetricWrapper, on_batch: Callable[[Values, Tensors, Tensors], tf.Tensor]
+    ) -> Values:
         """Return the function of a metric, computed by its scope.
 
         Args:
@@ -203,8 +219,8 @@ class LossScopes:
         """
         function = metric._fn
 
-        def decided(y_true: Any, y_pred: Any, **options: Any) -> Any:
-            def call(y_true: Any, y_pred: Any) -> Any:
+        def decided(y_true: Tensors, y_pred: Tensors, **options: object) -> tf.Tensor:
+            def call(y_true: Tensors, y_pred: Tensors) -> tf.Tensor:
                 return tf.convert_to_tensor(function(y_true, y_pred, **options))
 
             scope = self._scope(f"metric {metric.name!r}", function, call, y_true, y_pred, is_sum=False)
@@ -212,7 +228,9 @@ class LossScopes:
 
         return decided
 
-    def _scope(self, name: str, owner: Any, call: Values, y_true: Any, y_pred: Any, *, is_sum: bool) -> int | _Function:
+    def _scope(
+        self, name: str, owner: object, call: Values, y_true: Tensors, y_pred: Tensors, *, is_sum: bool
+    ) -> int | _Function:
         leaves = [*tree.flatten(y_true), *tree.flatten(y_pred)]
         if not self.may_gather or not all(map(_has_movable_rows, leaves)):
             return ROWS
@@ -223,14 +241,20 @@ class LossScopes:
             self._store(function, functools.partial(scope_of, call, is_sum=is_sum), y_true, y_pred)
         return function
 
-    def _function(self, name: str, owner: Any, shown: Callable[[], int]) -> _Function:
+    def _function(self, name: str, owner: object, shown: Callable[[], int]) -> _Function:
         if id(owner) not in self._functions:
             scope = untracked_variable(UNKNOWN, tf.int32, "hvdkit_scope")
             is_stored = untracked_variable(False, tf.bool, "hvdkit_is_stored")
             self._functions[id(owner)] = _Function(name, owner, shown(), scope, is_stored)
         return self._functions[id(owner)]
 
-    def _store(self, function: _Function, scope_of_rows: Callable[[Any, Any], int], y_true: Any, y_pred: Any) -> None:
+    def _store(
+        self,
+        function: _Function,
+        scope_of_rows: Callable[[Any, Any], int],
+        y_true: Tensors,
+        y_pred: Tensors,
+    ) -> None:
         """Store some rows of this step for a test, unless rows are already stored."""
         true_count = len(tree.flatten(y_true))
         leaves = [*tree.flatten(y_true), *tree.flatten(y_pred)]
@@ -267,7 +291,7 @@ def by_scope(scope: int | _Function, on_rows: Callable[[], tf.Tensor], on_batch:
         return on_batch()
 
 
-def scope_of(call: Values, y_true: Any, y_pred: Any, *, is_sum: bool = False) -> int:
+def scope_of(call: Values, y_true: Arrays, y_pred: Arrays, *, is_sum: bool = False) -> int:
     """Return the scope that the rows of a batch show for a function; UNKNOWN if they do not show it.
 
     The function is computed on parts of the rows, also with padding in place of some labels and predictions: a masked
@@ -304,7 +328,7 @@ def scope_of(call: Values, y_true: Any, y_pred: Any, *, is_sum: bool = False) ->
     return ROWS if True in found else UNKNOWN
 
 
-def _variants(y_true: Any, y_pred: Any, number: int) -> Iterator[tuple[Any, Any]]:
+def _variants(y_true: Arrays, y_pred: Arrays, number: int) -> Iterator[tuple[Arrays, Arrays]]:
     """Yield labels and predictions: the given ones, and those with padding in the first quarter of one of them."""
 
     def begins_with(array: np.ndarray, value: float) -> np.ndarray:
@@ -325,7 +349,7 @@ def _holds(dtype: np.dtype, value: float) -> bool:
     return dtype.kind == "f" or value == 0
 
 
-def _is_additive(call: Values, y_true: Any, y_pred: Any, number: int, split: int, *, is_sum: bool) -> bool | None:
+def _is_additive(call: Values, y_true: Arrays, y_pred: Arrays, number: int, split: int, *, is_sum: bool) -> bool | None:
     """Return whether a function of the rows is the mean (or sum) of its parts; None if its values do not show it."""
 
     def value(start: int, end: int) -> tuple[float, float]:
@@ -349,7 +373,7 @@ def _is_additive(call: Values, y_true: Any, y_pred: Any, number: int, split: int
     return True if abs(first - second) > 10 * smallest_difference else None
 
 
-def _scope_of_graph(call: Values, y_true: Any, y_pred: Any) -> int:
+def _scope_of_graph(call: Values, y_true: Tensors, y_pred: Tensors) -> int:
     """Return the scope that the graph of a function shows.
 
     ROWS if it calls collectives, e.g. gathers the rows itself; BATCH if it assigns to variables, which then follow from
@@ -375,14 +399,14 @@ def _scope_of_graph(call: Values, y_true: Any, y_pred: Any) -> int:
     return BATCH if any(node.op.startswith("Assign") for node in nodes) else UNKNOWN
 
 
-def _has_value_per_row(call: Values, y_true: Any, y_pred: Any) -> bool:
-    shape: tf.TensorShape = tf.convert_to_tensor(call(y_true, y_pred)).shape
-    return shape.rank != 0
+def _has_value_per_row(call: Values, y_true: Tensors, y_pred: Tensors) -> bool:
+    return bool(tf.convert_to_tensor(call(y_true, y_pred)).shape.rank != 0)
 
 
-def _has_movable_rows(x: Any) -> bool:
-    is_number = isinstance(x, tf.Tensor) and (x.dtype.is_floating or x.dtype.is_integer or x.dtype.is_bool)
-    return bool(is_number and x.shape.rank != 0)
+def _has_movable_rows(x: object) -> bool:
+    if not isinstance(x, tf.Tensor) or x.shape.rank == 0:
+        return False
+    return bool(x.dtype.is_floating or x.dtype.is_integer or x.dtype.is_bool)
 
 
 def _message(function: _Function) -> str:

@@ -17,7 +17,8 @@ the backward pass:
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import keras
 import tensorflow as tf
@@ -39,10 +40,15 @@ from hvdkit.keras.loss_scopes import LossScopes, Values, by_scope
 from hvdkit.keras.moved_weights import depends_on_rows
 from hvdkit.keras.shares import number_of_rows
 
+if TYPE_CHECKING:
+    from hvdkit.collectives.conversion import TensorLike
+    from hvdkit.keras.data_types import Tensors
+
+Nests = TypeVar("Nests", bound=tuple[object, ...])
 _MEANS = ("sum_over_batch_size", "mean")
 
 
-def check_loss(loss: Any) -> None:
+def check_loss(loss: keras.Loss) -> None:
     """Check that a loss can be made to match that of one process.
 
     Raises:
@@ -61,7 +67,7 @@ def check_loss(loss: Any) -> None:
         raise HvdkitError(describe("loss", got, "Keras's own reduction", "override call instead of __call__"))
 
 
-def rescaled(loss: Any, scopes: LossScopes, data: Any) -> Any:
+def rescaled(loss: object, scopes: LossScopes, data: Tensors) -> object:
     """Rescale ``loss`` so that the ranks' losses add up to that of one process; means over rows are unchanged.
 
     Args:
@@ -78,7 +84,7 @@ def rescaled(loss: Any, scopes: LossScopes, data: Any) -> Any:
 class _RescaledLoss(keras.losses.Loss):
     """A rescaled Keras loss for a step on a share. Delegates everything else to the loss."""
 
-    def __init__(self, loss: Any, scopes: LossScopes, data: Any) -> None:
+    def __init__(self, loss: keras.Loss, scopes: LossScopes, data: Tensors) -> None:
         self.__dict__.update(vars(loss))
         self._loss = loss
         self._scopes = scopes
@@ -88,10 +94,10 @@ class _RescaledLoss(keras.losses.Loss):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_loss"], name)
 
-    def call(self, y_true: Any, y_pred: Any) -> Any:
+    def call(self, y_true: Tensors, y_pred: Tensors) -> tf.Tensor:
         return self._loss.call(y_true, y_pred)
 
-    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+    def __call__(self, y_true: Tensors, y_pred: Tensors, sample_weight: TensorLike | None = None) -> tf.Tensor:
         """Compute the loss as Keras does on this rank's rows, and multiply it; or on the rows of all ranks."""
         loss = self._loss
         if _is_of_all_rows((y_true, y_pred), self._data):
@@ -121,7 +127,9 @@ class _RescaledLoss(keras.losses.Loss):
 
             return by_scope(scope, on_rows, on_batch)
 
-    def _value(self, y_true: Any, y_pred: Any, sample_weight: Any, in_mask: Any) -> tuple[tf.Tensor, tf.Tensor | None]:
+    def _value(
+        self, y_true: Tensors, y_pred: Tensors, sample_weight: TensorLike | None, in_mask: tf.Tensor | None
+    ) -> tuple[tf.Tensor, tf.Tensor | None]:
         """Return the loss of some rows, and its divisor V_r."""
         loss = self._loss
         if self._has_own_call:
@@ -134,7 +142,7 @@ class _RescaledLoss(keras.losses.Loss):
         return value, _divisor(values, sample_weight, mask, loss.reduction)
 
 
-def gather_nests(nests: tuple[Any, ...]) -> tuple[tuple[Any, ...], tf.Tensor]:
+def gather_nests(nests: Nests) -> tuple[Nests, tf.Tensor]:
     """Gather the rows of all tensors in ``nests`` from all ranks, with the gradient of this rank's rows.
 
     Numbers, scalars and None stay as they are. A mask that Keras keeps with a tensor is gathered, too.
@@ -158,11 +166,11 @@ def gather_nests(nests: tuple[Any, ...]) -> tuple[tuple[Any, ...], tf.Tensor]:
         leaves[number] = gathered
     for number, mask in zip(masks, rows[len(with_rows) :], strict=True):
         set_keras_mask(leaves[number], mask)
-    packed: tuple[Any, ...] = tree.pack_sequence_as(nests, leaves)
+    packed: Nests = tree.pack_sequence_as(nests, leaves)
     return packed, starts[0]
 
 
-def on_gathered_rows(call: Values, y_true: Any, y_pred: Any) -> tf.Tensor:
+def on_gathered_rows(call: Values, y_true: Tensors, y_pred: Tensors) -> tf.Tensor:
     """Return a metric function of the gathered rows: its number, or its values for this rank's rows."""
     (all_true, all_pred), start = gather_nests((y_true, y_pred))
     values = tf.convert_to_tensor(call(all_true, all_pred))
@@ -172,7 +180,7 @@ def on_gathered_rows(call: Values, y_true: Any, y_pred: Any) -> tf.Tensor:
     return tf.gather(values, tf.minimum(own, tf.shape(values)[0] - 1))  # a rank without rows has one, with weight 0
 
 
-def rescaled_vector(loss: Any, value: Any, rows: Any) -> Any:
+def rescaled_vector(loss: object, value: tf.Tensor, rows: int | tf.Tensor) -> tf.Tensor:
     """Return the sum ``value`` of a loss that a layer has added, as a part of the global sum.
 
     Args:
@@ -189,7 +197,9 @@ def rescaled_vector(loss: Any, value: Any, rows: Any) -> Any:
     return value * tf.cast(_multiplier(None), value.dtype)
 
 
-def divided_by_all_rows(regularizer: Any, data: Any) -> Any:
+def divided_by_all_rows(
+    regularizer: Callable[[tf.Tensor], tf.Tensor], data: Tensors
+) -> Callable[[tf.Tensor], tf.Tensor]:
     """Return an activity regularizer whose value, if it is of gathered rows, is n_r / b of the original.
 
     Keras divides the value by the rows of the layer's outputs, which are this rank's.
@@ -199,7 +209,7 @@ def divided_by_all_rows(regularizer: Any, data: Any) -> Any:
         data: this rank's rows.
     """
 
-    def regularize(outputs: Any) -> Any:
+    def regularize(outputs: tf.Tensor) -> tf.Tensor:
         before = gathered_rows()
         value = regularizer(outputs)
         has_gathered = gathered_rows() != before if tf.executing_eagerly() else not depends_on_rows(value, data)
@@ -208,7 +218,7 @@ def divided_by_all_rows(regularizer: Any, data: Any) -> Any:
     return regularize
 
 
-def _is_of_all_rows(values: tuple[Any, ...], data: Any) -> bool:
+def _is_of_all_rows(values: tuple[Tensors, ...], data: Tensors) -> bool:
     """Return True if labels and predictions are of rows that the step has gathered from all ranks.
 
     Tensors of eager mode don't tell from what they were computed, so the number of predictions decides.
@@ -217,12 +227,14 @@ def _is_of_all_rows(values: tuple[Any, ...], data: Any) -> bool:
         return not depends_on_rows(values, data)
     if not gathered_rows():
         return False
-    shape: Any = getattr(tree.flatten(values[-1])[0], "shape", ())
+    shape: tf.TensorShape | tuple[int, ...] = getattr(tree.flatten(values[-1])[0], "shape", ())
     rows = int(shape[0]) if len(shape) else None
     return rows in gathered_rows() and rows != number_of_rows(data)
 
 
-def _divisor(values: tf.Tensor, sample_weight: Any, mask: Any, reduction: str) -> tf.Tensor | None:
+def _divisor(
+    values: tf.Tensor, sample_weight: TensorLike | None, mask: tf.Tensor | None, reduction: str
+) -> tf.Tensor | None:
     """Return V_r; None if the loss is a sum or a mean over all elements."""
     if reduction in _MEANS:
         sample_weight = None  # only multiplies the values

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
@@ -20,7 +20,10 @@ from hvdkit.cluster.logs import get_logger
 from hvdkit.collectives.weak_registry import Attached
 from hvdkit.internals import is_op_determinism_enabled
 
-Function = Callable[[Iterator[Any]], Any]
+if TYPE_CHECKING:
+    import keras
+
+Function = Callable[[Iterator[object]], object]
 AFTER_SECONDS = 30.0
 _FIRST_CHECK = 32  # calls before the first look at the time; then at twice as many, and so on
 _BLOCK = 6
@@ -39,11 +42,11 @@ class MeasuredChoice:
         self.is_compiled: bool | None = None
 
     @property
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, bool | None]:
         """The choice, JSON-serializable."""
         return {"is_compiled": self.is_compiled}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, bool | None]) -> None:
         """Restore a saved choice."""
         self.is_compiled = state["is_compiled"]
 
@@ -51,7 +54,7 @@ class MeasuredChoice:
 _CHOICES: Attached[MeasuredChoice] = Attached("_hvdkit_measured_choice")
 
 
-def choice_of(model: Any) -> MeasuredChoice | None:
+def choice_of(model: keras.Model) -> MeasuredChoice | None:
     """Return the choice of a model whose steps are measured, or None."""
     return _CHOICES.get(model)
 
@@ -65,7 +68,7 @@ class MeasuredFunction:
         compiled: runs a step with XLA.
     """
 
-    def __init__(self, model: Any, plain: Function, compiled: Function) -> None:
+    def __init__(self, model: keras.Model, plain: Function, compiled: Function) -> None:
         self.choice = _CHOICES.get(model) or MeasuredChoice()
         _CHOICES.set(model, self.choice)
         self._ways = {False: plain, True: compiled}
@@ -76,7 +79,7 @@ class MeasuredFunction:
         if is_op_determinism_enabled() and self.choice.is_compiled is None:
             self.choice.is_compiled = False  # a choice by time would not be reproducible
 
-    def __call__(self, iterator: Iterator[Any]) -> Any:
+    def __call__(self, iterator: Iterator[object]) -> object:
         """Run the next step."""
         if self.choice.is_compiled is not None:
             return self._ways[self.choice.is_compiled](iterator)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import keras
 import numpy as np
@@ -42,12 +41,12 @@ _TOLERANCE = 1e-3  # in the same units
 _FRACTION_BITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
 
 
-def metric_states(model: Any) -> list[tuple[str, Any]]:
+def metric_states(model: keras.Model) -> list[tuple[str, keras.Variable]]:
     """Return the distinct variables of a model's metrics, with the names of their metrics.
 
     Includes those of metrics passed to ``compile``, which Keras adds to the model's in the first step.
     """
-    states: dict[int, tuple[str, Any]] = {}
+    states: dict[int, tuple[str, keras.Variable]] = {}
     for metric in [*model.metrics, *_passed_metrics(model)]:
         for variable in metric.variables:
             # The path starts with the metric's name, also inside Keras's container of compiled metrics.
@@ -63,10 +62,10 @@ class MetricChecks:
         scopes: find out which updates need the rows of all ranks.
     """
 
-    def __init__(self, model: Any, scopes: LossScopes) -> None:
+    def __init__(self, model: keras.Model, scopes: LossScopes) -> None:
         self._model = model
         self._scopes = scopes
-        self._outcomes: dict[int, tuple[Any, tf.Variable]] = {}
+        self._outcomes: dict[int, tuple[keras.Metric, tf.Variable]] = {}
 
     @contextlib.contextmanager
     def testing_updates(self) -> Iterator[None]:
@@ -91,10 +90,10 @@ class MetricChecks:
                 got = f"{metric.name!r} ({type(metric).__name__}), whose update depends on the state before it"
                 raise ValueError(describe("metrics", got, "an update that adds to the state", _REMEDY))
 
-    def _tested_update(self, metric: Any) -> Callable[..., Any]:
+    def _tested_update(self, metric: keras.Metric) -> Callable[..., object]:
         update = metric.update_state
 
-        def update_state(*args: Any, **kwargs: Any) -> Any:
+        def update_state(*args: object, **kwargs: object) -> object:
             arguments = _Arguments(args, kwargs)
             scope = self._scopes.of_update(metric, _growth_by(metric, update, arguments), arguments.rows)
             result = None
@@ -114,26 +113,26 @@ class MetricChecks:
 
         return update_state
 
-    def _outcome(self, metric: Any) -> tf.Variable:
+    def _outcome(self, metric: keras.Metric) -> tf.Variable:
         if id(metric) not in self._outcomes:
             self._outcomes[id(metric)] = metric, untracked_variable(_UNKNOWN, tf.int32, "hvdkit_is_sum")
         return self._outcomes[id(metric)][1]
 
 
-def _passed_metrics(model: Any) -> list[Any]:
+def _passed_metrics(model: keras.Model) -> list[keras.Metric]:
     """Return the metrics that the user passed to ``compile`` as objects."""
     compiled = model._compile_metrics
     passed = [] if compiled is None else tree.flatten([compiled._user_metrics, compiled._user_weighted_metrics])
     return [m for m in passed if isinstance(m, keras.metrics.Metric)]
 
 
-def _custom_metrics(model: Any) -> list[Any]:
+def _custom_metrics(model: keras.Model) -> list[keras.Metric]:
     """Return the metrics with a custom update: those of the model, and those the user passed to ``compile``."""
     metrics = {id(m): m for m in [*model.metrics, *_passed_metrics(model)]}
     return [m for m in metrics.values() if not is_of_keras(type(m).update_state)]
 
 
-def _test_update(metric: Any, update: Callable[[], Any]) -> tf.Tensor:
+def _test_update(metric: keras.Metric, update: Callable[[], object]) -> tf.Tensor:
     """Test whether a metric's summed variables grow by the same amount from three different states."""
     before = [tf.identity(v) for v in metric.variables]
     summed = [i for i, v in enumerate(metric.variables) if _is_summed(v)]
@@ -167,14 +166,14 @@ class _Arguments:
         rows: the tensors with rows: those as long as the first one.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         self._arguments = args, kwargs
         leaves = tree.flatten(self._arguments)
         shaped = [number for number, leaf in enumerate(leaves) if len(getattr(leaf, "shape", ()))]
         self._numbers = [number for number in shaped if leaves[number].shape[0] == leaves[shaped[0]].shape[0]]
         self.rows = [leaves[number] for number in self._numbers]
 
-    def passed_to(self, update: Callable[..., Any], rows: Sequence[Any] | None = None) -> tf.Tensor:
+    def passed_to(self, update: Callable[..., object], rows: Sequence[tf.Tensor] | None = None) -> tf.Tensor:
         """Call ``update`` with the arguments, or with other ``rows``."""
         leaves = tree.flatten(self._arguments)
         for number, leaf in zip(self._numbers, self.rows if rows is None else rows, strict=True):
@@ -184,10 +183,10 @@ class _Arguments:
         return tf.constant(True)
 
 
-def _update_with_batch(metric: Any, update: Callable[..., Any], arguments: _Arguments) -> tf.Tensor:
+def _update_with_batch(metric: keras.Metric, update: Callable[..., object], arguments: _Arguments) -> tf.Tensor:
     """Update a metric with the rows of all ranks, and keep this rank's part of the growth of its sums."""
     before = [tf.identity(v) for v in metric.variables]
-    (rows,), _ = gather_nests((arguments.rows,))
+    rows, _ = gather_nests(tuple(arguments.rows))
     arguments.passed_to(update, rows)
     if len(before) < len(metric.variables):  # created by the update, as zeros
         before = [tf.zeros(v.shape, v.dtype) for v in metric.variables]
@@ -198,10 +197,12 @@ def _update_with_batch(metric: Any, update: Callable[..., Any], arguments: _Argu
     return tf.constant(True)
 
 
-def _growth_by(metric: Any, update: Callable[..., Any], arguments: _Arguments) -> Callable[[Any], list[np.ndarray]]:
+def _growth_by(
+    metric: keras.Metric, update: Callable[..., object], arguments: _Arguments
+) -> Callable[[Sequence[np.ndarray | tf.Tensor]], list[np.ndarray]]:
     """Return a function that computes, in eager mode, by what an update with other rows changes the sums."""
 
-    def growth(rows: Any) -> list[np.ndarray]:
+    def growth(rows: Sequence[np.ndarray | tf.Tensor]) -> list[np.ndarray]:
         summed = [v for v in metric.variables if _is_summed(v)]
         before = [(v, np.asarray(v)) for v in metric.variables]
         try:
@@ -225,12 +226,12 @@ def _part_of_batch(dtype: tf.DType) -> tf.Tensor:
     return tf.constant(1.0 / group.size, tf.float64) if factor is None else _float64(factor) / group.size
 
 
-def _is_summed(variable: Any) -> bool:
+def _is_summed(variable: keras.Variable) -> bool:
     dtype = tf.as_dtype(variable.dtype)
     return getattr(variable, "aggregation", "sum") == "sum" and (dtype.name in _FRACTION_BITS or dtype.is_integer)
 
 
-def _float64(value: Any) -> tf.Tensor:
+def _float64(value: tf.Tensor | keras.Variable) -> tf.Tensor:
     return tf.cast(value, tf.float64)
 
 
@@ -238,7 +239,7 @@ def _epsilon(dtype: tf.DType) -> float:
     return 2.0 ** -_FRACTION_BITS[dtype.name] if dtype.is_floating else 0.0
 
 
-def _check_aggregations(model: Any) -> None:
+def _check_aggregations(model: keras.Model) -> None:
     for name, variable in metric_states(model):
         how = getattr(variable, "aggregation", "sum")
         expected = "a state that is summed or averaged over ranks"
@@ -249,7 +250,7 @@ def _check_aggregations(model: Any) -> None:
             raise ValueError(describe("metrics", f"{got} and dtype {variable.dtype}", expected, _REMEDY))
 
 
-def _check_initial_values(model: Any) -> None:
+def _check_initial_values(model: keras.Model) -> None:
     """Reject sums that ``reset_state`` sets to a value other than 0, such as maxima.
 
     A metric whose ``reset_state`` does nothing keeps its state over epochs, which the session counts once.

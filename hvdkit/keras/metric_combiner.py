@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import keras
 import numpy as np
 from keras import tree
 
@@ -15,7 +16,7 @@ from hvdkit.collectives import Sum, grouped_allreduce
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.keras.metric_checks import metric_states
 
-Logs = Mapping[str, Any]
+Logs = Mapping[str, object]
 
 
 class MetricCombiner:
@@ -26,12 +27,12 @@ class MetricCombiner:
         factor: returns the factor by which this rank's loss was scaled in the last step.
     """
 
-    def __init__(self, model: Any, factor: Callable[[], float]) -> None:
+    def __init__(self, model: keras.Model, factor: Callable[[], float]) -> None:
         self._model = model
         self._factor = factor
         self._original = model._get_metrics_result_or_logs
 
-    def combine(self, logs: Any, *, keeps_totals: bool = False, of_batch: bool = False) -> Any:
+    def combine(self, logs: object, *, keeps_totals: bool = False, of_batch: bool = False) -> Any:
         """Return the logs for Keras to report. Every rank must call it.
 
         Args:
@@ -61,11 +62,11 @@ class MetricCombiner:
             self.restore(totals)
         return results
 
-    def states(self) -> list[tuple[Any, Any]]:
+    def states(self) -> list[tuple[keras.Variable, np.ndarray]]:
         """Return the variables of the metrics with their values."""
         return [(variable, np.asarray(variable)) for _, variable in metric_states(self._model)]
 
-    def restore(self, states: list[tuple[Any, Any]]) -> None:
+    def restore(self, states: list[tuple[keras.Variable, np.ndarray]]) -> None:
         """Set variables to values that :meth:`states` returned."""
         for variable, value in states:
             variable.assign(value)
@@ -78,7 +79,7 @@ class MetricCombiner:
             if getattr(variable, "aggregation", "sum") == "sum" and np.any(value):
                 variable.assign(np.zeros_like(value))
 
-    def _with_means(self, logs: Logs, local_results: Logs, results: Logs, group: Group | None) -> dict[str, Any]:
+    def _with_means(self, logs: Logs, local_results: Logs, results: Logs, group: Group | None) -> dict[str, object]:
         """Return the logs of the last step: combined results of metrics, and row-weighted means of other numbers.
 
         A step may return the result of a metric under another name, as that of a tracker as the loss.
@@ -90,7 +91,7 @@ class MetricCombiner:
         kind = f"logs of the last step ({', '.join(sorted(local))})"
         ranks = gather(cluster.exchange(group), kind, lambda: (self._factor(), local))
         total = sum(factor for factor, _ in ranks)
-        combined: dict[str, Any] = {}
+        combined: dict[str, object] = {}
         for key in logs:
             names = [name for name in results if all(name in each[key][1] for factor, each in ranks if factor)]
             if names:
@@ -104,7 +105,7 @@ class MetricCombiner:
         return combined
 
 
-def _same_text(key: str, values: list[Any]) -> Any:
+def _same_text(key: str, values: list[np.ndarray]) -> np.ndarray:
     """Return the text that a step has returned on all ranks, or raise on all of them if it differs."""
     if not all(np.array_equal(value, values[0]) for value in values):
         got = ", ".join(repr(value.item()) for value in values)
@@ -112,15 +113,15 @@ def _same_text(key: str, values: list[Any]) -> Any:
     return values[0]
 
 
-def _flat(logs: Logs) -> dict[str, Any]:
+def _flat(logs: Logs) -> dict[str, object]:
     """Flatten nested logs, as for callbacks: a step may return a dict of compiled metrics."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for key, value in logs.items():
         flat |= _flat(value) if isinstance(value, Mapping) else {key: value}
     return flat
 
 
-def _equal(value: Any, other: Any) -> bool:
+def _equal(value: object, other: object) -> bool:
     arrays = np.asarray(value), np.asarray(other)
     is_text = any(array.dtype.kind in "OSU" for array in arrays)
     return not is_text and np.array_equal(*arrays, equal_nan=True)

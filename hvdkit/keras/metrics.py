@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import keras
 import numpy as np
@@ -13,6 +13,9 @@ from hvdkit.keras.supervised_fit import is_supervised
 from hvdkit.layers.batch_norm import average_temporarily, synchronize_batch_normalization
 from hvdkit.optimizer.mixins import ranks_of
 from hvdkit.supervisor.divergence import check_first_update
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 
 class MetricAverage(CheckedCallback):
@@ -47,7 +50,7 @@ class MetricAverage(CheckedCallback):
         self._training: dict[str, float] = {}
         self._validation: dict[str, float] = {}
         self._fitting = self._compared = False
-        self._local: list[tuple[Any, Any]] = []
+        self._local: list[tuple[keras.Variable, tf.Tensor]] = []
 
     @staticmethod
     def results(model: keras.Model) -> dict[str, float]:

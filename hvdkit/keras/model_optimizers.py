@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import keras
 import numpy as np
@@ -23,16 +23,17 @@ from hvdkit.optimizer.distributed import distribute
 from hvdkit.optimizer.mixins import DistributedMixin
 from hvdkit.sharding.optimizer_configs import config_of
 
+T = TypeVar("T")
 _MAX_OPTIMIZERS = 64  # longer lists are assumed to contain something else
 
 
-def distribute_optimizers(model: Any) -> None:
+def distribute_optimizers(model: keras.Model) -> None:
     """Wrap every optimizer of a model, both the compiled one and those in attributes, in a DistributedOptimizer.
 
     Raises:
         ValueError: an optimizer sums gradients; the gradient of the global batch is the average.
     """
-    wrapped: dict[int, Any] = {}
+    wrapped: dict[int, keras.Optimizer] = {}
     for owner in _owners(model):
         for name, value in list(vars(owner).items()):
             new_value = _distributed(value, wrapped, model)
@@ -44,10 +45,10 @@ def distribute_optimizers(model: Any) -> None:
 
 
 @contextlib.contextmanager
-def original_attributes(model: Any) -> Iterator[None]:
+def original_attributes(model: keras.Model) -> Iterator[None]:
     """Undo what :func:`distribute_optimizers` does inside: restore the model's own optimizers."""
     config = getattr(model, "_compile_config", None)
-    settings: dict[str, Any] = {} if config is None else config.config
+    settings: dict[str, object] = {} if config is None else config.config
     compiled = settings.get("optimizer")
     attributes = [
         (owner, {name: value for name, value in vars(owner).items() if _has_optimizers(value)})
@@ -68,25 +69,25 @@ def original_attributes(model: Any) -> Iterator[None]:
             settings["optimizer"] = compiled
 
 
-def _has_optimizers(value: Any) -> bool:
+def _has_optimizers(value: object) -> bool:
     return isinstance(value, keras.optimizers.Optimizer) or any(map(_has_optimizers, _items(value)))
 
 
-def optimizers_of(model: Any) -> list[Any]:
+def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
     """Return the distinct distributed optimizers of a model."""
     return [each for each in all_optimizers(model) if isinstance(each, DistributedMixin)]
 
 
-def plain_optimizers_of(model: Any) -> list[Any]:
+def plain_optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
     """Return the distinct optimizers of a model that are not distributed."""
     return [each for each in all_optimizers(model) if not isinstance(each, DistributedMixin)]
 
 
-def all_optimizers(model: Any) -> list[Any]:
+def all_optimizers(model: keras.Model) -> list[keras.Optimizer]:
     """Return the distinct optimizers of a model, in attributes of it and its layers."""
-    optimizers: dict[int, Any] = {}
+    optimizers: dict[int, keras.Optimizer] = {}
 
-    def collect(value: Any) -> None:
+    def collect(value: object) -> None:
         if isinstance(value, keras.optimizers.Optimizer):
             optimizers[id(value)] = value
         for item in _items(value):
@@ -98,7 +99,7 @@ def all_optimizers(model: Any) -> list[Any]:
     return list(optimizers.values())
 
 
-def warn_of_repeated_rows(model: Any) -> None:
+def warn_of_repeated_rows(model: keras.Model) -> None:
     """Warn on the chief, once per process, that rows of tables are updated with the sum of their gradients.
 
     If a row repeats in a batch, plain Keras scatters its gradients one by one, so an optimizer that squares them adds
@@ -114,7 +115,7 @@ def warn_of_repeated_rows(model: Any) -> None:
         )
 
 
-def warn_of_float8(model: Any) -> None:
+def warn_of_float8(model: keras.Model) -> None:
     """Warn on the chief, once per process, that float8 layers round gradients by scales of a rank's own loss.
 
     The loss of a rank is the mean of its rows, so the gradients of its layers' outputs are N times as large as in one
@@ -129,7 +130,7 @@ def warn_of_float8(model: Any) -> None:
         )
 
 
-def compare_optimizers(model: Any) -> None:
+def compare_optimizers(model: keras.Model) -> None:
     """Compare the settings of the ranks' optimizers. Their variables are broadcast from the chief later.
 
     Learning rates may differ if the iteration counts do, e.g. if only the chief has restored a checkpoint.
@@ -174,10 +175,10 @@ def _first_difference(odd: list[dict[str, str]], usual: list[dict[str, str]]) ->
     raise AssertionError("equal settings")
 
 
-def _settings(optimizer: Any) -> _OptimizerSettings:
+def _settings(optimizer: keras.Optimizer) -> _OptimizerSettings:
     values = {"class": type(optimizer).__name__}
 
-    def flatten(name: str, value: Any) -> None:
+    def flatten(name: str, value: object) -> None:
         if isinstance(value, (dict, list, tuple)):
             pairs = value.items() if isinstance(value, dict) else enumerate(value)
             for key, item in pairs:
@@ -192,7 +193,7 @@ def _settings(optimizer: Any) -> _OptimizerSettings:
 
 
 @contextlib.contextmanager
-def following_originals(model: Any) -> Iterator[None]:
+def following_originals(model: keras.Model) -> Iterator[None]:
     """Let distributed optimizers follow the learning rate of the optimizers passed to ``compile``, which they replace.
 
     A callback that holds the original would have no effect otherwise.
@@ -204,7 +205,7 @@ def following_originals(model: Any) -> Iterator[None]:
         yield
 
 
-def _rate_of_original(optimizer: Any) -> Any:
+def _rate_of_original(optimizer: keras.Optimizer) -> keras.Variable | None:
     """Return the learning rate of the original as a variable, after copying it; None if there isn't one."""
     if optimizer._hvdkit_original is None:
         return None
@@ -217,8 +218,8 @@ def _rate_of_original(optimizer: Any) -> Any:
     return variable
 
 
-def _followed(assign: Callable[[Any], Any], optimizer: Any) -> Callable[[Any], Any]:
-    def assign_both(value: Any) -> Any:
+def _followed(assign: Callable[[object], T], optimizer: keras.Optimizer) -> Callable[[object], T]:
+    def assign_both(value: object) -> T:
         result = assign(value)
         _follow(optimizer, _rate(optimizer._hvdkit_original.optimizer))
         return result
@@ -226,22 +227,22 @@ def _followed(assign: Callable[[Any], Any], optimizer: Any) -> Callable[[Any], A
     return assign_both
 
 
-def _follow(optimizer: Any, rate: float) -> None:
+def _follow(optimizer: keras.Optimizer, rate: float) -> None:
     optimizer.learning_rate = rate
     optimizer._hvdkit_original = Original(optimizer._hvdkit_original.optimizer, rate)
 
 
-def _rate(optimizer: Any) -> float:
+def _rate(optimizer: keras.Optimizer) -> float:
     return float(np.asarray(optimizer.learning_rate))
 
 
-def _owners(model: Any) -> Iterator[Any]:
+def _owners(model: keras.Model) -> Iterator[keras.layers.Layer]:
     """Yield the model and its layers, which may have their own optimizers."""
     yield model
     yield from model._flatten_layers(include_self=False)
 
 
-def _items(value: Any) -> Iterable[Any]:
+def _items(value: object) -> Iterable[object]:
     """Return the items of a short list, tuple or dict; none for anything else."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return items if len(items) <= _MAX_OPTIMIZERS else ()
@@ -256,8 +257,8 @@ class _KnownCopy(NamedTuple):
         steps: the iteration count of the original when it was copied.
     """
 
-    copy: Any
-    model: weakref.ref[Any]
+    copy: keras.Optimizer
+    model: weakref.ref[keras.Model]
     steps: int
 
 
@@ -265,7 +266,7 @@ class _KnownCopy(NamedTuple):
 _COPIES: Attached[_KnownCopy] = Attached("_hvdkit_copy")
 
 
-def _copy_for(model: Any, optimizer: Any) -> Any:
+def _copy_for(model: keras.Model, optimizer: keras.Optimizer) -> keras.Optimizer:
     """Return a distributed copy of an optimizer: the earlier one if the model was compiled with it again.
 
     As in Keras, the optimizer then continues with its slots and iteration count.
@@ -282,7 +283,7 @@ def _copy_for(model: Any, optimizer: Any) -> Any:
     return copy
 
 
-def _distributed(value: Any, wrapped: dict[int, Any], model: Any) -> Any:
+def _distributed(value: object, wrapped: dict[int, keras.Optimizer], model: keras.Model) -> object:
     """Return an attribute with its optimizers wrapped; ``wrapped`` has those so far, by the id of the original."""
     if isinstance(value, DistributedMixin):
         if value._hvdkit.op != ReduceOp.Average:

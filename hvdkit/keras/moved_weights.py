@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -35,6 +35,12 @@ from hvdkit.keras.model_optimizers import optimizers_of
 from hvdkit.keras.rank_state import StateVariable, combine_sums, has_rule, state_of
 from hvdkit.sharding.shards import AnyVariable, differs_by_rank
 from hvdkit.sharding.variables import variable_name
+
+if TYPE_CHECKING:
+    from tensorflow.core.framework.function_pb2 import FunctionDef
+    from tensorflow.core.framework.node_def_pb2 import NodeDef
+
+    from hvdkit.keras.data_types import Tensors
 
 _PAGE = see("pitfalls#two-gradients-in-a-step-as-in-sam")
 _AVERAGE = "average it first, hk.average_gradients(tape.gradient(loss, variables))"
@@ -71,7 +77,7 @@ class _GradientUse(NamedTuple):
 class _Visit(NamedTuple):
     """A tensor on the way back from an assigned value."""
 
-    tensor: Any
+    tensor: Any  # or a number, which is a constant
     is_gradient: bool = False  # the value depends on it through the operations of a tape
     is_selected: bool = False  # the value depends on some of its rows
     is_linear: bool = True
@@ -79,7 +85,7 @@ class _Visit(NamedTuple):
 
 @contextlib.contextmanager
 def watching_assignments(
-    model: keras.Model, data: Any, independent: dict[int, bool], *, refuses: bool = True
+    model: keras.Model, data: Tensors, independent: dict[int, bool], *, refuses: bool = True
 ) -> Iterator[None]:
     """Look at what the training step traced in this context assigns.
 
@@ -107,10 +113,10 @@ def watching_assignments(
     by_handle = {id(handle): v for v in replicated if (handle := _handle(v)) is not None}
     reads: dict[int, set[int] | None] = {}  # the ids of variables that an assigned value reads; None if of the batch
 
-    def watched(variable: AnyVariable, method: str, *, is_state: bool) -> Callable[..., Any]:
+    def watched(variable: AnyVariable, method: str, *, is_state: bool) -> Callable[..., object]:
         assign = getattr(variable, method)
 
-        def watched_assign(value: Any, *args: Any, **kwargs: Any) -> Any:
+        def watched_assign(value: object, *args: object, **kwargs: object) -> object:
             use = _use_of_gradient(value, batch)
             if use is not None:
                 before = uses.get(id(variable), use)
@@ -210,7 +216,7 @@ def _is_independent(number: int, reads: dict[int, set[int] | None]) -> bool:
     return True
 
 
-def _variables_read(value: Any, by_handle: dict[int, AnyVariable]) -> set[int] | None:
+def _variables_read(value: object, by_handle: dict[int, AnyVariable]) -> set[int] | None:
     """Return the ids of the variables from which an assigned value follows.
 
     Args:
@@ -251,7 +257,7 @@ def _variables_read(value: Any, by_handle: dict[int, AnyVariable]) -> set[int] |
     return found
 
 
-def depends_on_rows(value: Any, data: Any) -> bool:
+def depends_on_rows(value: object, data: Tensors) -> bool:
     """Return True if a value depends on the rows of a batch, without a collective in between.
 
     Args:
@@ -262,7 +268,7 @@ def depends_on_rows(value: Any, data: Any) -> bool:
     return _use_of_gradient(value, batch, is_gradient=True) is not None
 
 
-def _use_of_gradient(value: Any, batch: Sequence[tf.Tensor], *, is_gradient: bool = False) -> _GradientUse | None:
+def _use_of_gradient(value: object, batch: Sequence[tf.Tensor], *, is_gradient: bool = False) -> _GradientUse | None:
     """Return how a value depends on a gradient of ``batch`` that no collective has combined; None if it does not.
 
     Args:
@@ -272,8 +278,8 @@ def _use_of_gradient(value: Any, batch: Sequence[tf.Tensor], *, is_gradient: boo
     """
     graphs = {x.graph for x in batch}  # of the step, whose other arguments are not the batch
     batch_references = {x.ref() for x in batch}
-    libraries: dict[int, dict[str, Any]] = {}
-    seen: set[tuple[Any, ...]] = set()
+    libraries: dict[int, dict[str, FunctionDef]] = {}
+    seen: set[tuple[object, ...]] = set()
     pending = [_Visit(tensor, is_gradient) for tensor in tf.nest.flatten(value, expand_composites=True)]
     uses: list[_GradientUse] = []
     while pending:
@@ -325,13 +331,13 @@ def _is_linear_product(op: tf.Operation, batch: Sequence[tf.Tensor]) -> bool:
     return not second if op.type.startswith(("Real", "Div")) else not (first and second)
 
 
-def _nodes_inside(op: tf.Operation, libraries: dict[int, dict[str, Any]]) -> list[Any]:
+def _nodes_inside(op: tf.Operation, libraries: dict[int, dict[str, FunctionDef]]) -> list[NodeDef]:
     """Return the nodes of the functions that ``op`` calls. ``libraries`` caches those of each graph."""
     if id(op.graph) not in libraries:
         functions = op.graph.as_graph_def().library.function
         libraries[id(op.graph)] = {each.signature.name: each for each in functions}
     library = libraries[id(op.graph)]
-    nodes: list[Any] = []
+    nodes: list[NodeDef] = []
     names = _called(op.node_def)
     seen: set[str] = set()
     while names:
@@ -345,13 +351,13 @@ def _nodes_inside(op: tf.Operation, libraries: dict[int, dict[str, Any]]) -> lis
     return nodes
 
 
-def _select_rows(nodes: Sequence[Any]) -> bool:
+def _select_rows(nodes: Sequence[NodeDef]) -> bool:
     """Return True if nodes of functions select rows of a tensor, not a number of its shape."""
     shapes = {node.name for node in nodes if node.op in _SHAPES}
     return any(node.op in _SELECTIONS and node.input[0].split(":")[0] not in shapes for node in nodes)
 
 
-def _called(node: Any) -> list[str]:
+def _called(node: NodeDef) -> list[str]:
     """Return the names of the functions in the attributes of a node."""
     functions = [f for attr in node.attr.values() for f in ([attr.func] if attr.HasField("func") else attr.list.func)]
     return [function.name for function in functions]
@@ -360,7 +366,7 @@ def _called(node: Any) -> list[str]:
 # ---- reads after updates --------------------------------------------------------------------------------------------
 
 
-def warn_of_reads_after_update(variables: list[AnyVariable], data: Any) -> None:
+def warn_of_reads_after_update(variables: list[AnyVariable], data: Tensors) -> None:
     """Warn on the chief, once, of variables that the step in the current graph reads after it has assigned to them.
 
     Call it after the step. In eager mode it does nothing.
@@ -383,7 +389,7 @@ def warn_of_reads_after_update(variables: list[AnyVariable], data: Any) -> None:
             )
 
 
-def _is_used_after_update(graph: Any, handle: tf.Tensor, data: Any) -> bool:
+def _is_used_after_update(graph: tf.Graph, handle: tf.Tensor, data: Tensors) -> bool:
     """Return True if a collective depends on a value of the variable that was read after an update by the batch."""
     place = {op: i for i, op in enumerate(graph.get_operations())}  # in the order of the program
     users = handle.consumers()

@@ -11,25 +11,26 @@ import contextlib
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import keras
 
 from hvdkit import cluster
 from hvdkit.internals import TensorFlowTrainer
 
-_PLAIN_METHODS: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+Method = TypeVar("Method", bound=Callable[..., object])
+_PLAIN_METHODS: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
 _CALLED: set[tuple[int, str]] = set()  # models, by their ids, and methods, whose own method has called Keras's
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def keras_method(model: keras.Model, name: str) -> Callable[..., Any]:
+def keras_method(model: keras.Model, name: str) -> types.MethodType:
     """Return Keras's own method of a model, bound to it, even if the model's class has another one."""
     return types.MethodType(getattr(TensorFlowTrainer, name), model)
 
 
-def has_own(model: Any, name: str) -> bool:
+def has_own(model: object, name: str) -> bool:
     """Return True if a Keras model overrides Keras's method ``name``, and is not in it already."""
     is_keras = getattr(type(model), name, None) is getattr(TensorFlowTrainer, name)
     own = vars(model).get(name) if isinstance(model, keras.Model) else None
@@ -37,14 +38,18 @@ def has_own(model: Any, name: str) -> bool:
     return is_own and (id(model), name) not in _CALLED
 
 
-def as_plain(method: Callable[..., Any]) -> Callable[..., Any]:
+def as_plain(method: Method) -> Method:
     """Mark a replacement of a model's method that is not the user's own; return it."""
     _PLAIN_METHODS.add(method)
     return method
 
 
 def call_own(
-    model: Any, name: str, function: Callable[..., Any], arguments: Any, run: Callable[..., Any] | None = None
+    model: keras.Model,
+    name: str,
+    function: Callable[..., object],
+    arguments: Mapping[str, object],
+    run: Callable[..., object] | None = None,
 ) -> Any:
     """Call the model's own method; what it passes to Keras's method goes to ``function``, in which it has no own one.
 
@@ -66,14 +71,14 @@ def call_own(
 
 
 @contextlib.contextmanager
-def _intercepting(model: Any, name: str, run: Callable[..., Any]) -> Iterator[None]:
+def _intercepting(model: keras.Model, name: str, run: Callable[..., object]) -> Iterator[None]:
     """Send calls of Keras's method ``name`` of ``model`` to ``run``."""
     method = getattr(TensorFlowTrainer, name)
     signature = inspect.signature(method)
     cell = next(cell for cell in method.__closure__ if callable(cell.cell_contents))
     function = cell.cell_contents
 
-    def intercepted(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def intercepted(self: keras.Model, *args: object, **kwargs: object) -> object:
         if self is not model:
             return function(self, *args, **kwargs)
         arguments = signature.bind(self, *args, **kwargs).arguments
@@ -113,5 +118,5 @@ def patched_on_chief(name: str) -> Iterator[None]:
         setattr(keras.Model, name, patch)
 
 
-def _is_default(value: Any, default: Any) -> bool:
+def _is_default(value: object, default: object) -> bool:
     return value is default or (isinstance(value, _PLAIN) and type(value) is type(default) and value == default)

@@ -7,11 +7,12 @@ own comparisons and needs none of this.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple, SupportsFloat, TypeGuard
 
 import keras
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from hvdkit import cluster
@@ -43,13 +44,16 @@ from hvdkit.optimizer.mixins import ranks_of
 from hvdkit.sharding.vocabulary import warn_of_full_buckets
 from hvdkit.watchdog.reporter import reporter
 
+if TYPE_CHECKING:
+    from hvdkit.keras.data_types import Tensors
+
 _HOOKS = [name for name in dir(keras.callbacks.Callback) if name.startswith("on_")]
 
 
 class CheckedCallback(keras.callbacks.Callback):
     """Base class of hvdkit's callbacks: in plain ``fit``, the first one in the list compares the ranks."""
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: keras.Model) -> None:
         """Set the model; in the first callback of a ``fit``, begin its checks."""
         super().set_model(model)
         if not is_on_chief(self) and (checks := PlainFitChecks.of(model)) is not None:
@@ -79,12 +83,12 @@ class PlainFitChecks:
         model: a Keras model with distributed optimizers.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: keras.Model) -> None:
         self._model = model
-        self._owner: Any = None  # the callback that compares; None between calls of fit
-        self._history: Any = None  # of the current or last fit
+        self._owner: keras.callbacks.Callback | None = None  # the callback that compares; None between calls of fit
+        self._history: keras.callbacks.History | None = None  # of the current or last fit
         self._group: cluster.Group | None = None
-        self._optimizers: list[Any] = []
+        self._optimizers: list[keras.Optimizer] = []
         self._has_begun = False  # whether the beginning of this fit has been compared
         self._warned: set[str] = set()
         self._stop_request = StopRequest()
@@ -92,13 +96,13 @@ class PlainFitChecks:
         # Whether the rows of this epoch are read, and their digest. One variable, as each costs two calls in a step.
         self._rows = untracked_variable(np.zeros(2, np.int64), tf.int64, "hvdkit_rows")
         # Attributes that are replaced during fit.
-        self._of_model: dict[str, Any] = {}
-        self._of_history: dict[str, Any] = {}
-        self._of_callbacks: list[tuple[keras.callbacks.Callback, dict[str, Any]]] = []
-        self._train_function: Any = None  # which reads rows
+        self._of_model: dict[str, object] = {}
+        self._of_history: dict[str, object] = {}
+        self._of_callbacks: list[tuple[keras.callbacks.Callback, dict[str, object]]] = []
+        self._train_function: _ReportingStep | None = None  # which reads rows
 
     @classmethod
-    def of(cls, model: Any) -> PlainFitChecks | None:
+    def of(cls, model: keras.Model) -> PlainFitChecks | None:
         """Return a model's checks; None on one rank, in ``hk.fit``, and without distributed optimizers."""
         if cluster.size() == 1 or is_running(model) or not optimizers_of(model):
             return None
@@ -130,7 +134,8 @@ class PlainFitChecks:
         Raises:
             CollectiveMismatchError: as for :meth:`_begin`.
         """
-        if self._owner is callback and not self._has_begun:
+        begins = self._owner is callback and not self._has_begun
+        if begins:
             self._has_begun = True
             self._begin(callback.params or {})
 
@@ -152,7 +157,7 @@ class PlainFitChecks:
 
     @staticmethod
     def _after(hook: Callable[..., None], then: Callable[..., None]) -> Callable[..., None]:
-        def both(*args: Any, **kwargs: Any) -> None:
+        def both(*args: object, **kwargs: object) -> None:
             hook(*args, **kwargs)
             then(*args, **kwargs)
 
@@ -160,7 +165,7 @@ class PlainFitChecks:
 
     # ---- before the first batch ---------------------------------------------------------------------------------
 
-    def _begin(self, params: dict[str, Any]) -> None:
+    def _begin(self, params: Mapping[str, object]) -> None:
         """Compare the ranks, and give them the chief's weights.
 
         Raises:
@@ -173,7 +178,7 @@ class PlainFitChecks:
         slots = [v for optimizer in self._optimizers for v in slots_of(optimizer)]
         equal = with_values([*model.trainable_variables, *slots])
 
-        def start() -> tuple[Any, str, bytes, dict[str, str]]:
+        def start() -> tuple[object, str, bytes, dict[str, str]]:
             check_batch_normalization(model)
             steps = params.get("steps"), params.get("epochs")
             return steps, jit_mode(model), digest_of(equal), written_paths(lambda other: other is model)
@@ -202,7 +207,7 @@ class PlainFitChecks:
     def _deferring(
         self, callback: keras.callbacks.Callback, name: str, hook: Callable[..., None]
     ) -> Callable[..., None]:
-        def deferring(*args: Any, **kwargs: Any) -> None:
+        def deferring(*args: object, **kwargs: object) -> None:
             try:
                 with self._stop_request.noticing(self._model, callback, name):
                     hook(*args, **kwargs)
@@ -222,14 +227,14 @@ class PlainFitChecks:
         model = self._model
         step = model.train_step
 
-        def reading_rows(data: Any) -> Any:
+        def reading_rows(data: Tensors) -> object:
             reads = self._rows.read_value()[0] > 0
             digest = tf.cond(reads, lambda: digest_in_any_order(data), lambda: tf.zeros([], tf.int64))
             self._rows.assign_add(tf.stack([tf.zeros([], tf.int64), digest]))
             return step(data)
 
         self._rows.assign([1, 0])
-        attributes: dict[str, Any] = {"train_step": reading_rows, **makers_of(model)}
+        attributes: dict[str, object] = {"train_step": reading_rows, **makers_of(model)}
         if model.jit_compile and not uses_whole_step(model):
             attributes["_jit_compile"] = False  # of a whole step, which has no exchanges
         self._of_model = exchange_attributes(model, attributes)
@@ -242,7 +247,7 @@ class PlainFitChecks:
 
     # ---- after an epoch -----------------------------------------------------------------------------------------
 
-    def _compare_epoch(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def _compare_epoch(self, epoch: int, logs: Mapping[str, npt.ArrayLike] | None = None) -> None:
         """Raise if the decisions of ranks differ; warn if their logs differ or their rows are equal.
 
         All ranks stop if a callback of the chief only has set ``stop_training``.
@@ -287,7 +292,7 @@ class PlainFitChecks:
             self._warn_of_equal_data([each.rows for each in ranks])
         self._rows.assign([0, 0])
 
-    def _finish(self, logs: dict[str, Any] | None = None) -> None:
+    def _finish(self, logs: Mapping[str, npt.ArrayLike] | None = None) -> None:
         """Compare the weights, and average moving statistics. Every rank must call it.
 
         Raises:
@@ -321,7 +326,7 @@ class PlainFitChecks:
 _CHECKS: Attached[PlainFitChecks] = Attached("_hvdkit_checks")
 
 
-def _is_real(value: Any) -> bool:
+def _is_real(value: npt.ArrayLike) -> TypeGuard[SupportsFloat]:
     return np.ndim(value) == 0 and np.issubdtype(np.asarray(value).dtype, np.number)
 
 
@@ -329,7 +334,7 @@ def _is_same(value: float, other: float) -> bool:
     return value == other or (value != value and other != other)
 
 
-def _rate(optimizer: Any) -> float | None:
+def _rate(optimizer: keras.Optimizer) -> float | None:
     rate = getattr(optimizer, "learning_rate", None)
     return None if rate is None else float(np.asarray(rate))
 
@@ -337,10 +342,10 @@ def _rate(optimizer: Any) -> float | None:
 class _ReportingStep:
     """A model's ``train_function`` that reports exceptions to the watchdog."""
 
-    def __init__(self, step: Callable[..., Any]) -> None:
+    def __init__(self, step: Callable[[Iterator[object]], object]) -> None:
         self._step = step
 
-    def __call__(self, iterator: Any) -> Any:
+    def __call__(self, iterator: Iterator[object]) -> object:
         try:
             return self._step(iterator)
         except (StopIteration, tf.errors.OutOfRangeError):  # the end of the data

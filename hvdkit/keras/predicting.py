@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import keras
 from keras import tree
@@ -21,12 +21,15 @@ from hvdkit.keras.row_gathering import gather_rows, kind_of, number_of_local_row
 from hvdkit.keras.strategies import outside_strategy
 from hvdkit.keras.train_steps import OUTPUTS_REMEDY
 
+if TYPE_CHECKING:
+    from hvdkit.keras.data_types import Arrays, InputData
+
 
 @outside_strategy()
 @evaluation()
 def predict(
     model: keras.Model,
-    x: Any,
+    x: InputData,
     batch_size: int | None = None,
     verbose: int | str = "auto",
     steps: int | None = None,
@@ -92,7 +95,7 @@ def predict(
     return gathered if keep else None
 
 
-def _check_outputs(outputs: Any, expected: int) -> None:
+def _check_outputs(outputs: Arrays, expected: int) -> None:
     """Compare the outputs between ranks; they must have a row for each of ``expected`` examples."""
     call = Call("hk.predict's outputs")
 

@@ -13,7 +13,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import keras
 import numpy as np
@@ -30,11 +30,14 @@ from hvdkit.keras.array_shares import ArrayShares
 from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.keras.coupled_rows import couples_rows, refuse_coupled_rows
 from hvdkit.keras.rank_state import CONSTANTS_REMEDY, digest_of_array, vocabulary_of
-from hvdkit.keras.shares import Shares, first_tensor, number_of_rows, slice_tensor
+from hvdkit.keras.shares import AnyTensor, Shares, first_tensor, number_of_rows, slice_tensor
 from hvdkit.keras.source_checks import is_of_keras
 from hvdkit.keras.unchanged_models import is_complete, replicated_state, trying_calls, unchanged
 from hvdkit.sharding.shards import holding_of
 from hvdkit.sharding.variables import broadcast_variables
+
+if TYPE_CHECKING:
+    from hvdkit.keras.data_types import Tensors
 
 ROWS = 2
 _SAMPLES = 32  # values of a layer's output that are compared; projections cover the others
@@ -95,10 +98,10 @@ class FirstRows:
 
     def __init__(self) -> None:
         self._arrays: list[np.ndarray] | None = None  # on the chief
-        self._structure: Any = None
+        self._structure: Tensors = None
         self._is_stored = untracked_variable(False, tf.bool, "hvdkit_has_first_rows")
 
-    def observe(self, data: Any, number: int) -> None:
+    def observe(self, data: Tensors, number: int) -> None:
         """Store the inputs of the first ``number`` rows of a batch, in eager mode or in a graph."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         if first_tensor(x) is None:
@@ -119,7 +122,7 @@ class FirstRows:
             hasher.update(repr(array.tolist()).encode())
         return "" if self._arrays is None else hasher.hexdigest()
 
-    def broadcast(self) -> Any:
+    def broadcast(self) -> Tensors:
         """Return the chief's rows; None if no step has stored any. Every rank must call it."""
         arrays = broadcast_object(self._arrays)
         if arrays is None or self._structure is None:
@@ -128,18 +131,20 @@ class FirstRows:
         return tf.nest.pack_sequence_as(self._structure, tensors, expand_composites=True)
 
 
-def _first_rows(leaf: Any, count: Any) -> Any:
+def _first_rows(leaf: AnyTensor | None, count: tf.Tensor) -> AnyTensor | None:
     return leaf if leaf is None or leaf.shape.rank == 0 else slice_tensor(leaf, 0, count)
 
 
-def rows_to_compare(model: Any) -> int:
+def rows_to_compare(model: keras.Model) -> int:
     """Return the number of rows to compute: a model with a fixed batch size takes that many."""
     inputs = getattr(model, "inputs", None) or ()
     fixed = (x.shape[0] for x in inputs if len(x.shape) and x.shape[0] is not None)
     return next(fixed, ROWS)
 
 
-def compare_functions(model: Any, rows: Any, *, tests_rows: bool, trains: bool, is_reading: bool = False) -> None:
+def compare_functions(
+    model: keras.Model, rows: Tensors, *, tests_rows: bool, trains: bool, is_reading: bool = False
+) -> None:
     """Compare what the ranks' models compute. Every rank must call it; variables and seeds are unchanged.
 
     Args:
@@ -179,7 +184,7 @@ def compare_functions(model: Any, rows: Any, *, tests_rows: bool, trains: bool, 
     raise CollectiveMismatchError(_message(layer, exchange.ranks[odd], holdings[odd], holdings[0]))
 
 
-def _message(layer: Any, rank: int, got: Mapping[str, str], expected: Mapping[str, str]) -> str:
+def _message(layer: keras.layers.Layer, rank: int, got: Mapping[str, str], expected: Mapping[str, str]) -> str:
     names = sorted(name for name in {**got, **expected} if got.get(name) != expected.get(name))
     shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
     why = f"which holds another {shown}"
@@ -206,7 +211,7 @@ class FunctionComparison:
         self._trains = False  # whether the model has been compared, or is about to be, as one that trains
         self._first_rows: FirstRows | None = FirstRows() if cluster.size() > 1 else None  # None: it has been compared
 
-    def observe(self, data: Any) -> None:
+    def observe(self, data: Tensors) -> None:
         """Keep the first rows of a batch, in a step that may be traced."""
         if self._first_rows is not None:
             self._first_rows.observe(data, rows_to_compare(self._model))
@@ -240,7 +245,7 @@ class FunctionComparison:
     def _is_complete_on_all_ranks(self) -> bool:
         return all(gather(cluster.exchange(), "whether the model is built", lambda: is_complete(self._model)))
 
-    def _compare(self, rows: Any, *, is_reading: bool = False) -> None:
+    def _compare(self, rows: Tensors, *, is_reading: bool = False) -> None:
         compare_functions(self._model, rows, tests_rows=self._tests_rows(), trains=self._trains, is_reading=is_reading)
 
 
@@ -251,7 +256,7 @@ class _Stop(Exception):
 # ---- computing ------------------------------------------------------------------------------------------------------
 
 
-def _layer_outputs(model: Any, rows: Any) -> list[LayerOutput]:
+def _layer_outputs(model: keras.Model, rows: Tensors) -> list[LayerOutput]:
     """Return the outputs of all layers in the order of their calls, as far as they can be computed.
 
     Models that are not called with ``rows``, such as the submodels of a GAN, get made-up rows.
@@ -270,18 +275,20 @@ def _layer_outputs(model: Any, rows: Any) -> list[LayerOutput]:
     return outputs
 
 
-def _try_to_call(model: Any, rows: Any) -> None:
+def _try_to_call(model: keras.Model, rows: Tensors) -> None:
     """Call a model; that some models cannot be called with these rows is not an error of the training."""
     with contextlib.suppress(Exception):
         model(rows, training=False)
 
 
-def _recording(layer: Any, index: int, outputs: list[LayerOutput], called: set[int]) -> Any:
+def _recording(
+    layer: keras.layers.Layer, index: int, outputs: list[LayerOutput], called: set[int]
+) -> Callable[..., object]:
     call = layer.call
     has_shard = any(holding_of(v) is not None for v in _own_variables(layer))
     count = 0
 
-    def recorded(*args: Any, **kwargs: Any) -> Any:
+    def recorded(*args: object, **kwargs: object) -> object:
         nonlocal count
         called.add(id(layer))
         if has_shard:
@@ -296,18 +303,18 @@ def _recording(layer: Any, index: int, outputs: list[LayerOutput], called: set[i
     return recorded
 
 
-def _own_variables(layer: Any) -> list[Any]:
+def _own_variables(layer: keras.layers.Layer) -> list[keras.Variable]:
     return [*getattr(layer, "_trainable_variables", ()), *getattr(layer, "_non_trainable_variables", ())]
 
 
-def _made_rows(model: Any) -> Any:
+def _made_rows(model: keras.Model) -> Tensors:
     """Return made-up rows for a model with known inputs; None for other models, and for texts."""
     inputs = getattr(model, "inputs", None)
     if not inputs or not model.built or any(None in x.shape[1:] or x.dtype == "string" for x in inputs):
         return None
     rng = np.random.default_rng(0)
 
-    def row(x: Any) -> tf.Tensor:
+    def row(x: keras.KerasTensor) -> tf.Tensor:
         shape = (x.shape[0] or ROWS, *x.shape[1:])
         is_float = tf.as_dtype(x.dtype).is_floating
         return tf.cast(rng.random(shape) if is_float else np.zeros(shape), x.dtype)
@@ -316,7 +323,7 @@ def _made_rows(model: Any) -> Any:
     return tree.map_structure(row, structure)
 
 
-def _summary(layer: int, tensors: Sequence[Any]) -> LayerOutput:
+def _summary(layer: int, tensors: Sequence[AnyTensor]) -> LayerOutput:
     arrays = [np.ravel(_numbers(tensor)) for tensor in tensors]
     values = np.concatenate(arrays) if arrays else np.zeros(0)
     values = np.nan_to_num(values, posinf=0.0, neginf=0.0)
@@ -333,10 +340,11 @@ def projections_of(values: np.ndarray) -> np.ndarray:
     numbers = np.arange(_PROJECTIONS)[:, None] + 1
     of_blocks = np.cos(0.7 * numbers * np.arange(len(blocks)) + numbers)
     of_places = np.cos(0.3 * numbers * np.arange(_BLOCK) + numbers)
-    return np.sum((of_blocks @ blocks) * of_places, axis=1)
+    sums: np.ndarray = np.sum((of_blocks @ blocks) * of_places, axis=1)
+    return sums
 
 
-def _numbers(tensor: Any) -> np.ndarray:
+def _numbers(tensor: AnyTensor) -> np.ndarray:
     if isinstance(tensor, tf.RaggedTensor):
         tensor = tensor.flat_values
     elif isinstance(tensor, tf.SparseTensor):
@@ -368,7 +376,7 @@ def _repeatable(outputs: Sequence[LayerOutput], again: Sequence[LayerOutput]) ->
     return set(range(min(len(outputs), len(again)))) - set(_differing(outputs, again))
 
 
-def _holdings(layer: Any) -> dict[str, str]:
+def _holdings(layer: keras.layers.Layer) -> dict[str, str]:
     """Return the names of what ``layer`` holds or reads that is not a Keras variable, each with a digest."""
     found: dict[str, str] = {}
     with contextlib.suppress(Exception):  # such as a property that raises; the message then has fewer names
@@ -376,9 +384,8 @@ def _holdings(layer: Any) -> dict[str, str]:
     return found
 
 
-def _collect_holdings(layer: Any, found: dict[str, str]) -> None:
-
-    def collect(name: str, value: Any, depth: int) -> None:
+def _collect_holdings(layer: keras.layers.Layer, found: dict[str, str]) -> None:
+    def collect(name: str, value: object, depth: int) -> None:
         if isinstance(value, (keras.Variable, keras.layers.Layer, keras.metrics.Metric, types.ModuleType, type)):
             return
         if isinstance(value, (list, tuple, dict)) and depth < _MAX_DEPTH:
@@ -403,7 +410,7 @@ def _collect_holdings(layer: Any, found: dict[str, str]) -> None:
         found["vocabulary"] = vocabulary
 
 
-def _read_by(function: types.FunctionType) -> dict[str, Any]:
+def _read_by(function: types.FunctionType) -> dict[str, object]:
     """Return the closure variables and globals of a function."""
     with contextlib.suppress(ValueError):  # a cell that is still empty
         variables = inspect.getclosurevars(function)
@@ -411,7 +418,7 @@ def _read_by(function: types.FunctionType) -> dict[str, Any]:
     return {}
 
 
-def _digest(value: Any) -> str | None:
+def _digest(value: object) -> str | None:
     if isinstance(value, (bool, int, float, complex, str, bytes, np.generic)):
         return repr(value)
     if tf.is_tensor(value) and tf.is_symbolic_tensor(value):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tensorflow as tf
@@ -17,11 +17,16 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.internals import context, global_seed_generator, global_state
 
+if TYPE_CHECKING:
+    import keras
+
+    from hvdkit.sharding.shards import AnyVariable
+
 _GENERATOR = "global_seed_generator"  # Keras 3.12 has no constant for it
 _GOLDEN = 0x9E3779B1  # odd, so its multiples differ for all ranks
 
 
-def spread_seeds(states: list[Any], replicated: list[Any], values: list[np.ndarray]) -> None:
+def spread_seeds(states: list[AnyVariable], replicated: list[AnyVariable], values: list[np.ndarray]) -> None:
     """Set the states of random generators, derived from the chief's, to different values on each rank.
 
     Args:
@@ -40,10 +45,10 @@ def spread_seeds(states: list[Any], replicated: list[Any], values: list[np.ndarr
 class _RankGenerator:
     """Wrapper of Keras's global random generator: equal state on all ranks, but different seeds on each."""
 
-    def __init__(self, generator: Any) -> None:
+    def __init__(self, generator: keras.random.SeedGenerator) -> None:
         self._generator = generator
 
-    def next(self, ordered: bool = True) -> Any:
+    def next(self, ordered: bool = True) -> tf.Tensor:
         """Return this rank's next seed, int64 ``[2]``, and advance the generator."""
         seed = self._generator.next(ordered=ordered)
         return seed + tf.constant([_seed_offset(), 0], seed.dtype)
@@ -78,7 +83,7 @@ def _seed_offset() -> int:
     return cluster.group(cluster.DATA).index * _GOLDEN
 
 
-def global_generator() -> Any:
+def global_generator() -> keras.random.SeedGenerator:
     """Return Keras's global random generator, which unseeded ``keras.random`` uses."""
     before = random.getstate()  # Keras seeds a new generator from Python's
     generator = global_seed_generator()

@@ -7,7 +7,7 @@ end of each epoch. Moving statistics of BatchNormalization and metrics have sepa
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import keras
 import numpy as np
@@ -139,7 +139,7 @@ class StateCombiner:
         self._group = group
         self._before = {id(v): tf.identity(v) for v, rule in self._declared() if rule == "sum"}
 
-    def _declared(self) -> list[tuple[Any, Rule]]:
+    def _declared(self) -> list[tuple[AnyVariable, Rule]]:
         """Return the variables with a rule. The step may declare more of them."""
         state = [each.variable for each in state_of(self._model)] if self._group.size > 1 else []
         rules = [(v, _RULES.get(v)) for v in state if holding_of(v) is None]
@@ -219,7 +219,7 @@ def untracked_variables(layer: keras.layers.Layer) -> list[StateVariable]:
     return [StateVariable(name, value) for name, value in held if isinstance(value, tf.Variable)]
 
 
-def _held(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
+def _held(name: str, value: object, depth: int = 0) -> Iterator[tuple[str, object]]:
     """Yield a value, or if it is a list, tuple or dict, what it contains, with names."""
     if isinstance(value, (list, tuple, dict)) and depth < _MAX_DEPTH:
         for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -12,11 +12,13 @@ from hvdkit import cluster
 from hvdkit.cluster.agreement import gather
 from hvdkit.keras.shares import DataRank
 
+Output: TypeAlias = "np.ndarray | tf.RaggedTensor | tf.SparseTensor"
+"""Rows of one of a model's outputs, as Keras's ``predict`` returns them."""
 _CHUNK_BYTES = 64 * 2**20
 """Bytes of each rank's predictions per exchange."""
 
 
-def gather_rows(local: Any, rows: np.ndarray, *, keep: bool) -> Any:
+def gather_rows(local: Output, rows: np.ndarray, *, keep: bool) -> Output:
     """Return the rows of all data ranks in the order of the data. Every rank must call it.
 
     Args:
@@ -44,7 +46,7 @@ def number_of_local_rows(rows: np.ndarray) -> int:
     return len(_row_numbers(rows, DataRank.local()))
 
 
-def kind_of(output: Any) -> tuple[str, tuple[int, ...]] | None:
+def kind_of(output: object) -> tuple[str, tuple[int, ...]] | None:
     """Return a name for dtype and class of outputs, and their shape; None for what has no rows."""
     if isinstance(output, np.ndarray):
         return (output.dtype.name, output.shape) if output.ndim else None
@@ -69,9 +71,9 @@ def _gather_bytes(data: np.ndarray, *, keep: bool) -> list[np.ndarray]:
     return parts
 
 
-def _pickled(output: Any) -> np.ndarray:
+def _pickled(output: Output) -> np.ndarray:
     """Return the bytes of strings, or of the arrays of a RaggedTensor or SparseTensor."""
-    arrays: Any = output
+    arrays: object = output
     if isinstance(output, tf.RaggedTensor):
         arrays = output.flat_values.numpy(), [splits.numpy() for splits in output.nested_row_splits]
     elif isinstance(output, tf.SparseTensor):
@@ -79,7 +81,7 @@ def _pickled(output: Any) -> np.ndarray:
     return np.frombuffer(pickle.dumps(arrays, protocol=pickle.HIGHEST_PROTOCOL), np.uint8)
 
 
-def _joined(parts: list[Any], order: np.ndarray) -> Any:
+def _joined(parts: list[Any], order: np.ndarray) -> Output:
     """Join ranks' rows; row ``i`` of the joined parts is row ``order[i]`` of the result."""
     first = parts[0]
     if isinstance(first, np.ndarray):

@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
 from hvdkit.errors import HvdkitError, describe, see
 
+if TYPE_CHECKING:
+    from hvdkit.keras.data_types import Tensors
+
 _COPIES = {"Cast", "Identity"}
 
 
 @contextlib.contextmanager
-def refusing_rows_by_number(step: str, data: Any) -> Iterator[None]:
+def refusing_rows_by_number(step: str, data: Tensors) -> Iterator[None]:
     """Raise if the step traced in this context takes another row of its batch than the first one by its number.
 
     Each rank has other rows at that place. The first row is often taken where all rows are equal. In eager mode it does

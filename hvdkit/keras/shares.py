@@ -15,11 +15,12 @@ N must divide each length (see :class:`BatchDivision`). The elements of a datase
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras import tree
 
@@ -31,8 +32,12 @@ from hvdkit.internals import DataAdapter, TFDatasetAdapter
 
 if TYPE_CHECKING:
     from hvdkit.data.position import ArrayPosition, DataPosition
+    from hvdkit.keras.data_types import Tensors
 
-Element = tuple[Any, dict[str, tf.Tensor]]
+Element: TypeAlias = "tuple[Tensors, dict[str, tf.Tensor]]"
+"""A batch, and ``info``."""
+AnyTensor: TypeAlias = "tf.Tensor | tf.RaggedTensor | tf.SparseTensor"
+Number = TypeVar("Number", int, np.ndarray, tf.Tensor)
 
 
 @dataclass(frozen=True)
@@ -48,11 +53,11 @@ class DataRank:
         group = cluster.group(cluster.DATA)
         return cls(group.index, group.size)
 
-    def bounds(self, rows: Any) -> tuple[Any, Any]:
+    def bounds(self, rows: Number) -> tuple[Number, Number]:
         """Return the first and one past the last row of this rank in batches of ``rows``: ints, arrays or tensors."""
         return self.index * rows // self.size, (self.index + 1) * rows // self.size
 
-    def bounds_and_info(self, rows: Any) -> tuple[Any, Any, dict[str, tf.Tensor]]:
+    def bounds_and_info(self, rows: int | tf.Tensor) -> tuple[int | tf.Tensor, int | tf.Tensor, dict[str, tf.Tensor]]:
         """Return the bounds of the rows to process, and ``info``; for an empty share, the bounds of the first row.
 
         Args:
@@ -69,7 +74,7 @@ class DataRank:
         return tf.where(is_empty, 0, start), tf.where(is_empty, 1, end), info
 
 
-def slice_tensor(x: Any, start: Any, end: Any) -> Any:
+def slice_tensor(x: AnyTensor, start: int | tf.Tensor, end: int | tf.Tensor) -> AnyTensor:
     """Slice the rows of a tensor: dense, ragged or sparse."""
     if isinstance(x, tf.SparseTensor):
         size = tf.cast(end - start, tf.int64)[None]
@@ -81,18 +86,18 @@ def slice_tensor(x: Any, start: Any, end: Any) -> Any:
     return x[start:end]
 
 
-def first_tensor(data: Any) -> Any:
-    """Return the first tensor of a batch with at least one axis, or None."""
+def first_tensor(data: object) -> AnyTensor | tf.TypeSpec | None:
+    """Return the first tensor of a batch, or of its spec, with at least one axis, or None."""
     leaves = [x for x in tree.flatten(data) if x is not None]
     return next((x for x in leaves if x.shape.rank is None or x.shape.rank > 0), None)
 
 
-def number_of_rows(data: Any) -> Any:
+def number_of_rows(data: Tensors) -> int | tf.Tensor:
     """Return the number of rows of a batch: an int, or an int32 scalar tensor if it is not statically known."""
     return _length(first_tensor(data))
 
 
-def _length(x: Any) -> Any:
+def _length(x: AnyTensor) -> int | tf.Tensor:
     """Return the number of rows of a tensor: an int, or an int32 scalar tensor if it is not statically known."""
     static = _static_length(x)
     if static is not None:
@@ -102,7 +107,7 @@ def _length(x: Any) -> Any:
     return tf.cast(x.nrows(), tf.int32) if isinstance(x, tf.RaggedTensor) else tf.shape(x)[0]
 
 
-def _static_length(x: Any) -> int | None:
+def _static_length(x: AnyTensor | tf.TypeSpec) -> int | None:
     """Return the static number of rows of a tensor or a spec, if known."""
     if isinstance(x, (tf.SparseTensor, tf.RaggedTensor)) or not x.shape.rank:
         return None
@@ -128,7 +133,7 @@ class BatchDivision:
         ValueError: ``parts`` has another structure than the batches, or they cannot be divided.
     """
 
-    def __init__(self, spec: Any, parts: Parts, data_rank: DataRank) -> None:
+    def __init__(self, spec: object, parts: Parts, data_rank: DataRank) -> None:
         self._data_rank = data_rank
         self.problem: ValueError | None = None
         paths = tree.flatten_with_path(spec)
@@ -147,11 +152,11 @@ class BatchDivision:
         if self._is_static and not self._is_divisible([length for length in lengths if length is not None]):
             raise self._error(lengths)
 
-    def rows(self, data: Any) -> Any:
+    def rows(self, data: Tensors) -> int | tf.Tensor:
         """Return the number of rows of a batch: those of the first tensor that is divided."""
         return _length(self._divided(data)[0])
 
-    def take(self, data: Any) -> tuple[Any, dict[str, tf.Tensor]]:
+    def take(self, data: Tensors) -> Element:
         """Return this rank's share of a batch, and ``info``."""
         lengths = [_length(x) for x in self._divided(data)]
         _, _, info = self._data_rank.bounds_and_info(lengths[0])
@@ -169,13 +174,13 @@ class BatchDivision:
                 info["factor"] = tf.where(is_equal, info["factor"], 1.0)
             return tree.map_structure(self._take_tensor, data, self._rules), info
 
-    def _take_tensor(self, x: Any, rule: str | None) -> Any:
+    def _take_tensor(self, x: AnyTensor | None, rule: str | None) -> AnyTensor | None:
         if rule != ROWS or not _has_rows(x):
             return x
         start, end, _ = self._data_rank.bounds_and_info(_length(x))
         return slice_tensor(x, start, end)
 
-    def _divided(self, data: Any) -> list[Any]:
+    def _divided(self, data: Tensors) -> list[AnyTensor]:
         pairs = zip(tree.flatten(data), tree.flatten(self._rules), strict=True)
         return [x for x, rule in pairs if rule == ROWS and _has_rows(x)]
 
@@ -184,11 +189,11 @@ class BatchDivision:
             self._is_declared and all(length % self._data_rank.size == 0 for length in lengths)
         )
 
-    def _refuse(self, lengths: Any) -> bool:
+    def _refuse(self, lengths: np.ndarray) -> bool:
         self.problem = self._error(lengths.tolist())
         raise self.problem
 
-    def _error(self, lengths: list[Any]) -> ValueError:
+    def _error(self, lengths: Sequence[int | None]) -> ValueError:
         shown = ", ".join(f"{length} in {name}" for name, length in zip(self._names, lengths, strict=True))
         if self._is_declared:
             number = self._data_rank.size
@@ -204,7 +209,7 @@ class BatchDivision:
         return ValueError(describe("x", f"a batch with different numbers of rows: {shown}", expected, remedy))
 
 
-def _rule(parts: Parts, path: tuple[Any, ...]) -> str | None:
+def _rule(parts: Parts, path: tuple[object, ...]) -> str | None:
     """Return the part of ``parts`` for the tensor at ``path`` of a batch."""
     rule: Any = ROWS if parts is None else parts
     for key in path:
@@ -222,7 +227,7 @@ def _rule(parts: Parts, path: tuple[Any, ...]) -> str | None:
     return rule
 
 
-def _has_rows(x: Any) -> bool:
+def _has_rows(x: AnyTensor | tf.TypeSpec | None) -> bool:
     return x is not None and x.shape.rank != 0
 
 
@@ -353,7 +358,7 @@ class Shares(DataAdapter):
             return dataset.map(lambda *element: (element if is_tuple else element[0], {}))
         division = BatchDivision(dataset.element_spec, self._parts, self.data_rank)
 
-        def with_rows(*element: Any) -> Element:
+        def with_rows(*element: Tensors) -> Element:
             data = element if is_tuple else element[0]
             return data, {"rows": tf.cast(division.rows(data), tf.int32)}
 
@@ -363,7 +368,7 @@ class Shares(DataAdapter):
         spec = self.inner.get_tf_dataset().element_spec
         self._division = division = BatchDivision(spec, self._parts, self.data_rank)
 
-        def take(number: tf.Tensor, data: Any) -> Element:
+        def take(number: tf.Tensor, data: Tensors) -> Element:
             share, info = division.take(data)
             is_compared = tf.equal(number, 0) | self._may_start_mid_data
             info["digest"] = tf.cond(is_compared, lambda: digest_of_batch(data), lambda: tf.zeros([], tf.int64))
@@ -383,12 +388,13 @@ class Shares(DataAdapter):
         if self.num_batches is not None:
             return False
         dataset = self.inner.get_tf_dataset()
-        return int(dataset.cardinality()) != tf.data.INFINITE_CARDINALITY
+        return bool(int(dataset.cardinality()) != tf.data.INFINITE_CARDINALITY)
 
     @property
     def num_batches(self) -> int | None:
         """Batches per epoch, the same on every rank; None if unknown."""
-        return self.inner.num_batches
+        number: int | None = self.inner.num_batches
+        return number
 
     @property
     def mean_batch_size(self) -> float | None:

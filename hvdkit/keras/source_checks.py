@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from typing import Any
+import types
 
 import keras
 
@@ -18,7 +18,7 @@ _GATHERS = {"gather_rows", "allgather", "grouped_allgather"}  # of all ranks' ro
 _BY_BATCH = {"compute_average_loss", "scale_regularization_loss"}  # of tf.nn: divide by the global batch size
 
 
-def warn_of_sums(model: Any) -> None:
+def warn_of_sums(model: keras.Model) -> None:
     """Warn on the chief of sums over all elements in a model with its own ``train_step`` or ``compute_loss``."""
     own = [name for name in ("train_step", "compute_loss") if _owner(model, name) is not None]
     if not own or not cluster.is_chief() or cluster.group(cluster.DATA).size == 1:
@@ -49,7 +49,7 @@ def sums_in(model_class: type) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _sums_of(function: Any) -> list[str]:
+def _sums_of(function: types.FunctionType) -> list[str]:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError, ValueError):
@@ -78,7 +78,7 @@ def _name(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
-def _owner(model: Any, name: str) -> type | None:
+def _owner(model: keras.Model, name: str) -> type | None:
     """Return the user's class that defines a method of ``model``."""
     owner = next(each for each in type(model).__mro__ if name in vars(each))
     return None if is_of_library(owner) else owner
@@ -89,7 +89,7 @@ def is_of_library(owner: type) -> bool:
     return owner.__module__.split(".")[0] in ("keras", "tensorflow", "hvdkit", "builtins")
 
 
-def is_of_keras(value: Any) -> bool:
+def is_of_keras(value: object) -> bool:
     """Return True for a function or class of Keras, and for an object of such a class."""
     module = getattr(value, "__module__", None) or type(value).__module__
     return str(module).startswith("keras.")

@@ -20,7 +20,7 @@ from hvdkit.keras.plain_fit import CheckedCallback
 from hvdkit.supervisor.divergence import DivergenceDetector, replicated
 
 # Callbacks with state, by model. A callback references its model, so both are held weakly here.
-_stateful: weakref.WeakKeyDictionary[Any, list[weakref.ref[_StepCounter]]] = weakref.WeakKeyDictionary()
+_stateful: weakref.WeakKeyDictionary[keras.Model, list[weakref.ref[_StepCounter]]] = weakref.WeakKeyDictionary()
 
 
 class _StepCounter(CheckedCallback):
@@ -34,9 +34,9 @@ class _StepCounter(CheckedCallback):
         super().__init__()
         self._before_epoch = 0
         self._done = 0
-        self._history: Any = None
+        self._history: keras.callbacks.History | None = None
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: keras.Model) -> None:
         """Set the model and register this callback for its ``fit``."""
         super().set_model(model)
         self._history = getattr(model, "history", None)
@@ -84,7 +84,7 @@ def _report_step(callback: _StepCounter, step: int) -> None:
         profile.at_step(step, f"{type(callback).__name__} {id(callback)}")
 
 
-def stateful_callbacks(model: Any) -> list[Any]:
+def stateful_callbacks(model: keras.Model) -> list[_StepCounter]:
     """Return the callbacks of the current ``fit`` of ``model`` with a ``state`` to checkpoint, in order.
 
     All of them are known before the first ``on_train_begin``. Callbacks after the caller have not counted the batch yet

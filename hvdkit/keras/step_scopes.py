@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import numpy as np
 import tensorflow as tf
@@ -39,9 +39,15 @@ from hvdkit.keras.rank_state import recurrent_states, state_of
 from hvdkit.keras.source_checks import is_of_library
 from hvdkit.keras.unchanged_models import random_layers_in_inference, unchanged, values_of
 from hvdkit.sharding.routing import reading_own_rows
-from hvdkit.sharding.shards import differs_by_rank, is_seed_state
+from hvdkit.sharding.shards import AnyVariable, differs_by_rank, is_seed_state
 
-Step = Callable[[Any], Any]
+if TYPE_CHECKING:
+    import keras
+
+    from hvdkit.keras.data_types import Arrays, Tensors
+    from hvdkit.optimizer.gradients import Gradient
+
+Step: TypeAlias = "Callable[[Tensors], object]"
 UNKNOWN = 0
 MEAN = 1
 SUM = 2
@@ -58,7 +64,7 @@ class _Run:
     """What a step has computed from some rows: gradients, and sums of the numbers by metric or name."""
 
     gradients: list[np.ndarray] = field(default_factory=list)
-    numbers: dict[Any, float] = field(default_factory=dict)
+    numbers: dict[int | str, float] = field(default_factory=dict)
 
 
 class StepScope:
@@ -73,7 +79,7 @@ class StepScope:
     """
 
     def __init__(
-        self, model: Any, rescaling: Callable[[Any, tf.Tensor], contextlib.AbstractContextManager[None]]
+        self, model: keras.Model, rescaling: Callable[[Tensors, tf.Tensor], contextlib.AbstractContextManager[None]]
     ) -> None:
         self.is_sum = untracked_variable(False, tf.bool, "hvdkit_step_is_sum")
         self._model = model
@@ -81,8 +87,8 @@ class StepScope:
         self._rescaling = rescaling
         self._scopes = untracked_variable(np.zeros(1 + _NUMBERS, np.int32), tf.int32, "hvdkit_step_scopes")
         self._is_tested = untracked_variable(False, tf.bool, "hvdkit_step_is_tested")
-        self._metrics: list[Any] = []
-        self._places: dict[Any, int] = {}  # of metrics and names of returned numbers in the scopes
+        self._metrics: list[keras.Metric] = []
+        self._places: dict[int | str, int] = {}  # of metrics and names of returned numbers in the scopes
         self._step: Step | None = None
 
     @property
@@ -114,7 +120,7 @@ class StepScope:
         )
         raise HvdkitError(f"{message}; {see('pitfalls#losses-layers-and-random-numbers')}")
 
-    def test(self, step: Step, data: Any, metrics: list[Any]) -> tf.Tensor:
+    def test(self, step: Step, data: Tensors, metrics: list[keras.Metric]) -> tf.Tensor:
         """Test the step before its first update. What the step does must depend on the returned tensor.
 
         Args:
@@ -136,7 +142,7 @@ class StepScope:
         def test(*arrays: np.ndarray) -> np.ndarray:
             scope = reference()
             assert scope is not None
-            copies: list[Any] = [None] * len(tree.flatten(structure))
+            copies: list[np.ndarray | None] = [None] * len(tree.flatten(structure))
             for number, array in zip(present, arrays, strict=True):
                 copies[number] = array
             return scope._test(tree.pack_sequence_as(structure, copies))
@@ -156,7 +162,7 @@ class StepScope:
 
         return tf.cond(self._is_tested, self.is_sum.read_value, decide, name="hvdkit_test_step")
 
-    def scaled_for(self, metric: Any, value: tf.Tensor) -> tf.Tensor:
+    def scaled_for(self, metric: keras.Metric, value: tf.Tensor) -> tf.Tensor:
         """Return a number for a metric that weights it by rows; if it is a sum over rows, times the ratio b / n_r."""
         return self._scaled(value, self._places.get(id(metric)))
 
@@ -172,7 +178,7 @@ class StepScope:
             self._places[key] = 1 + len(self._places)
         return self._places.get(key)
 
-    def scaled_logs(self, logs: Any) -> Any:
+    def scaled_logs(self, logs: object) -> object:
         """Multiply the returned numbers that are sums over rows by b / n_r: their mean by rows is then their sum."""
         if not isinstance(logs, dict):
             return logs
@@ -184,7 +190,7 @@ class StepScope:
 
     # ---- the test -----------------------------------------------------------------------------------------------
 
-    def _test(self, data: Any) -> np.ndarray:
+    def _test(self, data: Arrays) -> np.ndarray:
         """Return the scopes that this rank's rows show."""
         scopes = np.zeros(self._scopes.shape, np.int32)
         rows = {len(leaf) for leaf in tree.flatten(data) if leaf is not None}
@@ -213,7 +219,9 @@ class StepScope:
                 scopes[place] = _scope(numbers[0], numbers[1:3], weights, tolerance)
         return scopes
 
-    def _run(self, data: Any, start: int, stop: int, number: int, before: list[tuple[Any, tf.Tensor]]) -> _Run:
+    def _run(
+        self, data: Arrays, start: int, stop: int, number: int, before: list[tuple[AnyVariable, tf.Tensor]]
+    ) -> _Run:
         """Run the step on some rows, as a rank with these rows of a batch of ``number`` rows.
 
         Args:
@@ -243,16 +251,16 @@ class StepScope:
         """Make optimizers and metrics record what they get, and layers run as in inference."""
         model = self._model
 
-        def apply(gradients: Any, *_: Any, **__: Any) -> None:
+        def apply(gradients: Iterable[Gradient], *_: object, **__: object) -> None:
             run.gradients += [_summary_of(gradient) for gradient in gradients if gradient is not None]
 
-        def apply_gradients(pairs: Any, *_: Any, **__: Any) -> None:
+        def apply_gradients(pairs: Iterable[tuple[Gradient, AnyVariable]], *_: object, **__: object) -> None:
             apply([gradient for gradient, _ in pairs])
 
-        def updated(metric: Any) -> Callable[..., None]:
+        def updated(metric: keras.Metric) -> Callable[..., None]:
             key = id(metric)
 
-            def update_state(values: Any, *_: Any, **__: Any) -> None:
+            def update_state(values: object, *_: object, **__: object) -> None:
                 if key in self._places and _is_number(values):
                     run.numbers[key] = run.numbers.get(key, 0.0) + float(values)
 
@@ -265,7 +273,7 @@ class StepScope:
         stack.enter_context(swap_attributes(model, compute_metrics=lambda *_, **__: {}))
         stack.enter_context(random_layers_in_inference(model._flatten_layers(include_self=False)))
 
-    def _variables(self) -> list[Any]:
+    def _variables(self) -> list[AnyVariable]:
         untracked = [each.variable for each in state_of(self._model)]
         metrics = [v for metric in self._model.metrics for v in metric.variables]
         recurrent = [v for layer in self._model._flatten_layers() for v in recurrent_states(layer)]
@@ -284,7 +292,7 @@ def _functions_run_eagerly() -> Iterator[None]:
         tf.config.run_functions_eagerly(before)
 
 
-def has_own_step(model: Any, name: str) -> bool:
+def has_own_step(model: keras.Model, name: str) -> bool:
     """Return True if a model's class has its own step or loss, or in training a layer adds a loss of the user's.
 
     Such losses come from ``add_loss`` and activity regularizers.
@@ -303,12 +311,12 @@ def has_own_step(model: Any, name: str) -> bool:
     return name == "train" and (any(map(_calls_add_loss, own)) or any(map(has_own_activity_regularizer, layers)))
 
 
-def _calls_add_loss(layer: Any) -> bool:
+def _calls_add_loss(layer: keras.layers.Layer) -> bool:
     code = getattr(type(layer).call, "__code__", None)
     return code is not None and "add_loss" in code.co_names
 
 
-def has_own_activity_regularizer(layer: Any) -> bool:
+def has_own_activity_regularizer(layer: keras.layers.Layer) -> bool:
     """Return True if a layer has an activity regularizer that is not Keras's."""
     regularizer = getattr(layer, "activity_regularizer", None)  # an object of a class, or a function
     return regularizer is not None and not str(regularizer.__module__).startswith(("keras.", "hvdkit."))
@@ -329,7 +337,7 @@ def _scope(whole: np.ndarray, parts: list[np.ndarray], weights: tuple[float, flo
     return MEAN if is_mean else SUM if is_sum else COUPLED
 
 
-def _tolerance_of(model: Any) -> float:
+def _tolerance_of(model: keras.Model) -> float:
     if any(layer.compute_dtype in ("float16", "bfloat16") for layer in model._flatten_layers()):
         return _HALF_TOLERANCE
     return _GPU_TOLERANCE if tf.config.list_logical_devices("GPU") else _TOLERANCE
@@ -346,7 +354,7 @@ def _joined(gradients: list[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.zeros(0), *(gradient.ravel().astype(np.float64) for gradient in gradients)])
 
 
-def _summary_of(gradient: Any) -> np.ndarray:
+def _summary_of(gradient: tf.Tensor | tf.IndexedSlices) -> np.ndarray:
     """Return samples and projections of a gradient, float64: linear in it, and small."""
     if isinstance(gradient, tf.IndexedSlices):
         rows = gradient.values.numpy().astype(np.float64).reshape(len(gradient.indices), -1)
@@ -356,7 +364,7 @@ def _summary_of(gradient: Any) -> np.ndarray:
     return np.concatenate([values[:: max(1, len(values) // _SAMPLES)][:_SAMPLES], projections_of(values)])
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float | tf.Tensor]:
     if isinstance(value, int | float):
         return True
     dtype = getattr(value, "dtype", None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import tensorflow as tf
 
@@ -17,6 +17,10 @@ from hvdkit.cluster.logs import warn_once
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.internals import context
 
+if TYPE_CHECKING:
+    import keras
+
+T = TypeVar("T")
 _REMEDY = "remove strategy.scope(): hvdkit's ranks replace the strategy"
 
 
@@ -47,7 +51,7 @@ def check_no_scope() -> None:
         raise HvdkitError(describe("tf.distribute", got, "a call outside of it", _REMEDY))
 
 
-def undistributed(data: Any, argument: str) -> Any:
+def undistributed(data: T, argument: str) -> T | tf.data.Dataset:
     """Return the data; on one rank, the dataset that a strategy has distributed, with its global batches.
 
     Raises:
@@ -64,7 +68,7 @@ def undistributed(data: Any, argument: str) -> Any:
     return data._original_dataset if make_dataset is None else make_dataset(tf.distribute.InputContext())
 
 
-def leave_strategy(model: Any, optimizers: list[Any]) -> None:
+def leave_strategy(model: keras.Model, optimizers: list[keras.Optimizer]) -> None:
     """Make a model that was built under a strategy a plain one, permanently.
 
     Args:

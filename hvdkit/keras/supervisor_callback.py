@@ -15,7 +15,7 @@ from hvdkit.cluster.agreement import gather
 from hvdkit.cluster.logs import get_logger
 from hvdkit.data.position import ArrayPosition
 from hvdkit.errors import CheckpointError, HvdkitError, describe
-from hvdkit.keras.callback_states import CallbackStates, check_callbacks, continue_logs
+from hvdkit.keras.callback_states import CallbackStates, RestorableState, check_callbacks, continue_logs
 from hvdkit.keras.fit_session import is_running
 from hvdkit.keras.measured_function import choice_of
 from hvdkit.keras.plain_fit import CheckedCallback
@@ -115,7 +115,7 @@ class SupervisorCallback(CheckedCallback):
         self._step_counters = stateful_callbacks(self.model)
         self._epoch = _Epoch()
         choice = choice_of(self.model)
-        own = [*self._step_counters, self._epoch, *([] if choice is None else [choice])]
+        own: list[RestorableState] = [*self._step_counters, self._epoch, *([] if choice is None else [choice])]
         self._states = CallbackStates(own, self._callbacks)
         # Callbacks that write files run on the chief only.
         self._has_states = any(gather(cluster.exchange(), "states of callbacks", lambda: self._states.change_at_end))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -17,7 +17,7 @@ from keras import tree
 from hvdkit import cluster
 from hvdkit.cluster.logs import warn_once
 from hvdkit.collectives.batch_share import current_factor, share_of_batch
-from hvdkit.collectives.conversion import graph_safe
+from hvdkit.collectives.conversion import TensorLike, graph_safe
 from hvdkit.collectives.weak_registry import Attached
 from hvdkit.errors import describe, see
 from hvdkit.internals import get_keras_mask
@@ -28,20 +28,23 @@ from hvdkit.keras.losses import divided_by_all_rows, on_gathered_rows, rescaled,
 from hvdkit.keras.moved_weights import warn_of_reads_after_update, watching_assignments
 from hvdkit.keras.rank_state import StateCombiner, state_of
 from hvdkit.keras.row_numbers import refusing_rows_by_number
-from hvdkit.keras.shares import number_of_rows, slice_tensor
+from hvdkit.keras.shares import AnyTensor, Element, number_of_rows, slice_tensor
 from hvdkit.keras.source_checks import is_of_keras, warn_of_sums
 from hvdkit.keras.step_scopes import StepScope, has_own_activity_regularizer, has_own_step
 from hvdkit.keras.unchanged_models import is_complete
 from hvdkit.layers.batch_norm import synchronized_statistics
-from hvdkit.sharding.shards import differs_by_rank
+from hvdkit.sharding.shards import AnyVariable, differs_by_rank
 
-Step = Callable[[Any], Any]
+if TYPE_CHECKING:
+    from hvdkit.keras.data_types import Tensors
+
+Step: TypeAlias = "Callable[[Tensors], object]"
 _COMPILED_LOSSES = ("loss", "_compile_loss")
 OUTPUTS_REMEDY = "return tensors [rows, ...] from the model: hk.predict gathers the rows of all ranks"
 
 
 # All scopes that a model has had: graphs of its own functions, which it keeps, read their variables.
-_SCOPES: Attached[list[Any]] = Attached("_hvdkit_scopes")
+_SCOPES: Attached[list[object]] = Attached("_hvdkit_scopes")
 
 
 class ShareSteps:
@@ -62,7 +65,7 @@ class ShareSteps:
 
     def __init__(
         self,
-        model: Any,
+        model: keras.Model,
         on_new_variables: Callable[[], None],
         *,
         may_be_empty: bool,
@@ -83,7 +86,7 @@ class ShareSteps:
         self.last_factor = tf.Variable(1.0, trainable=False, dtype=tf.float64, name="hvdkit_last_factor")
         self.digests = tf.Variable(0, trainable=False, dtype=tf.int64, name="hvdkit_digests")
 
-    def wrap(self, name: str, step: Step, own_step: Step) -> Step:
+    def wrap(self, name: str, step: Step, own_step: Step) -> Callable[[Element], object]:
         """Wrap ``step`` for elements ``(data, info)``.
 
         Args:
@@ -93,7 +96,7 @@ class ShareSteps:
         """
 
         @graph_safe
-        def on_share(element: Any) -> Any:
+        def on_share(element: Element) -> object:
             data, info = element
             data = require_batch_on_every_rank(data, info["rows"]) if "may_end_anywhere" in info else data
             factor = info.get("factor")
@@ -105,7 +108,7 @@ class ShareSteps:
 
         return on_share
 
-    def _run(self, name: str, step: Step, data: Any, info: dict[str, tf.Tensor]) -> Any:
+    def _run(self, name: str, step: Step, data: Tensors, info: dict[str, tf.Tensor]) -> object:
         """Run a step on this rank's share."""
         factor = info.get("factor")
         scope = self._scope_of(name)
@@ -124,7 +127,7 @@ class ShareSteps:
     def _share(self, factor: tf.Tensor | None, scope: StepScope | None) -> contextlib.AbstractContextManager[None]:
         return share_of_batch(factor, None if scope is None else scope.is_sum)
 
-    def _watching(self, name: str, data: Any) -> contextlib.AbstractContextManager[None]:
+    def _watching(self, name: str, data: Tensors) -> contextlib.AbstractContextManager[None]:
         if name != "train":
             return contextlib.nullcontext()
         refuses = self.loss_scopes.loss_scope != "rows"
@@ -135,7 +138,7 @@ class ShareSteps:
         scopes = self.loss_scopes
         return cluster.group(cluster.DATA).size > 1 and scopes.loss_scope != "rows" and scopes.may_gather
 
-    def _refusing_rows_by_number(self, name: str, data: Any) -> contextlib.AbstractContextManager[None]:
+    def _refusing_rows_by_number(self, name: str, data: Tensors) -> contextlib.AbstractContextManager[None]:
         if not self.has_checked_steps():
             return contextlib.nullcontext()
         return refusing_rows_by_number(f"{name}_step of {type(self._model).__name__}", data)
@@ -149,7 +152,7 @@ class ShareSteps:
         return self._step_scopes.get(name)
 
     @contextlib.contextmanager
-    def _rescaled(self, data: Any, factor: tf.Tensor) -> Iterator[None]:
+    def _rescaled(self, data: Tensors, factor: tf.Tensor) -> Iterator[None]:
         with share_of_batch(factor), self.loss_scopes.standing_in(), self._global_losses(data, None):
             yield
 
@@ -174,11 +177,11 @@ class ShareSteps:
         if self.loss_scopes.loss_scope != "rows" and "train" in self._step_scopes:
             self._step_scopes["train"].check()
 
-    def wrap_predict(self, step: Step) -> Step:
+    def wrap_predict(self, step: Step) -> Callable[[Element], tuple[object, tf.Tensor]]:
         """Wrap ``model.predict_step`` for elements ``(data, info)``; returns outputs and rows of the global batch."""
 
         @graph_safe
-        def on_share(element: Any) -> Any:
+        def on_share(element: Element) -> tuple[object, tf.Tensor]:
             data, info = element
             data = require_batch_on_every_rank(data, info["rows"]) if "may_end_anywhere" in info else data
             self._create_variables("predict", step, data, None)
@@ -198,7 +201,7 @@ class ShareSteps:
     # ---- shares without rows ----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _restored_if_empty(self, factor: Any) -> Iterator[None]:
+    def _restored_if_empty(self, factor: tf.Tensor | None) -> Iterator[None]:
         """Restore the variables that the step inside changes, if this rank's share is empty."""
         if factor is None or not self.may_be_empty:
             yield
@@ -224,7 +227,7 @@ class ShareSteps:
         yield
         tf.cond(is_empty, assign, lambda: tf.constant(False))
 
-    def _batch_dependent_variables(self) -> list[Any]:
+    def _batch_dependent_variables(self) -> list[AnyVariable]:
         """Return the variables that examples change without a gradient: statistics and metric states."""
         untracked = [each.variable for each in state_of(self._model)]
         metrics = [v for m in self._model.metrics for v in m.variables]
@@ -234,7 +237,7 @@ class ShareSteps:
         replicated = [v for v in unique if not differs_by_rank(v)]
         return [v for v in replicated if tf.as_dtype(v.dtype) != tf.string]
 
-    def _create_variables(self, name: str, step: Step, data: Any, factor: Any) -> None:
+    def _create_variables(self, name: str, step: Step, data: Tensors, factor: tf.Tensor | None) -> None:
         """Trace ``step`` once and discard the graph, if the variables that it creates are needed before it runs.
 
         New weights must get the chief's values, and empty shares must restore the variables that steps change.
@@ -247,7 +250,7 @@ class ShareSteps:
             return
 
         @tf.function(autograph=False)  # no tape records inside init_scope
-        def on_share(data: Any, factor: Any) -> None:
+        def on_share(data: Tensors, factor: tf.Tensor | None) -> None:
             scope = None if name == "predict" else self._scope_of(name)
             losses = contextlib.nullcontext() if name == "predict" else self._global_losses(data, scope)
             watching = self._watching(name, data)  # functions that the step calls are traced here only
@@ -263,7 +266,7 @@ class ShareSteps:
     # ---- metrics ----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _global_losses(self, data: Any, scope: StepScope | None) -> Iterator[None]:
+    def _global_losses(self, data: Tensors, scope: StepScope | None) -> Iterator[None]:
         """Rescale losses to parts of the global loss, and weight means of scalars (loss trackers) by rows.
 
         Args:
@@ -277,7 +280,7 @@ class ShareSteps:
             weighed: set[int] = set()
             metrics = self._model._compile_metrics
 
-            def weigh(means: list[Any]) -> None:
+            def weigh(means: list[keras.Metric]) -> None:
                 for metric in means:
                     if id(metric) in weighed:
                         continue
@@ -293,12 +296,12 @@ class ShareSteps:
                 flat = [each._replace(loss=rescaled(each.loss, self.loss_scopes, data)) for each in losses._flat_losses]
                 stack.enter_context(swap_attributes(losses, _flat_losses=flat))
 
-            def build(*args: Any, **kwargs: Any) -> None:
+            def build(*args: object, **kwargs: object) -> None:
                 original_build(*args, **kwargs)
                 weigh(losses.metrics)
                 rescale()
 
-            def build_metrics(*args: Any, **kwargs: Any) -> None:
+            def build_metrics(*args: object, **kwargs: object) -> None:
                 original_build_metrics(*args, **kwargs)
                 weigh(_mean_metrics(self._model))
 
@@ -315,7 +318,7 @@ class ShareSteps:
             rows = number_of_rows(data)
             if aggregate is not None:
 
-                def aggregate_rescaled(loss: Any) -> Any:
+                def aggregate_rescaled(loss: TensorLike) -> tf.Tensor:
                     return rescaled_vector(loss, aggregate(loss), rows)
 
                 stack.enter_context(swap_attributes(self._model, _aggregate_additional_loss=aggregate_rescaled))
@@ -327,12 +330,12 @@ class ShareSteps:
                 stack.enter_context(swap_attributes(losses, build=build))
             yield
 
-    def _rescaled_attributes(self, layer: Any, data: Any) -> dict[str, Any]:
+    def _rescaled_attributes(self, layer: keras.layers.Layer, data: Tensors) -> dict[str, object]:
         """Return the rescaled losses in attributes of ``layer``.
 
         Those with a value for each row are left: the step or layer reduces them itself.
         """
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         for name, value in vars(layer).items():
             is_compiled = layer is self._model and name in _COMPILED_LOSSES
             if isinstance(value, keras.losses.Loss) and not is_compiled and value.reduction not in (None, "none"):
@@ -360,16 +363,16 @@ class ShareSteps:
             self.digests.assign_add(info["digest"])
 
 
-def _check_output(output: Any) -> None:
+def _check_output(output: AnyTensor) -> None:
     """Raise TypeError for an output of ``predict_step`` that is not rows."""
     if output.shape.rank == 0:
         got = f"a {output.dtype.name} scalar for each batch"
         raise TypeError(describe("model's outputs", got, "a row for each example", OUTPUTS_REMEDY))
 
 
-def _mean_metrics(model: Any) -> list[Any]:
+def _mean_metrics(model: keras.Model) -> list[keras.Metric]:
     """Return the metrics that average their inputs unchanged, such as loss trackers, or a function of the user."""
-    means: dict[int, Any] = {}
+    means: dict[int, keras.Metric] = {}
     pending = list(model.metrics)
     while pending:
         metric = pending.pop()
@@ -380,22 +383,22 @@ def _mean_metrics(model: Any) -> list[Any]:
     return list(means.values())
 
 
-def _is_compiled(metric: Any, metrics: Any) -> bool:
+def _is_compiled(metric: keras.Metric, metrics: keras.Metric | None) -> bool:
     """Return True if Keras has created a metric in its container of compiled ``metrics``."""
     return metrics is not None and any(metric is each for each in metrics.metrics)
 
 
-def _is_own_function(metric: Any) -> bool:
+def _is_own_function(metric: keras.Metric) -> bool:
     """Return True for a metric that averages the results of a function which is not Keras's."""
     is_wrapper = type(metric).update_state is keras.metrics.MeanMetricWrapper.update_state
     return is_wrapper and not is_of_keras(metric._fn)
 
 
-def _weighted_function(metric: Any) -> Callable[..., None]:
+def _weighted_function(metric: keras.Metric) -> Callable[..., None]:
     """Return an update that weights a function's result by rows, if it is one number for the batch."""
     update = metric.update_state
 
-    def update_state(y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+    def update_state(y_true: Tensors, y_pred: Tensors, sample_weight: Tensors = None) -> None:
         factor = current_factor()
         value = None
         if factor is not None and sample_weight is None and get_keras_mask(y_pred) is None:
@@ -408,11 +411,11 @@ def _weighted_function(metric: Any) -> Callable[..., None]:
     return update_state
 
 
-def _weighted_update(metric: Any, scope: StepScope | None) -> Callable[..., None]:
+def _weighted_update(metric: keras.Metric, scope: StepScope | None) -> Callable[..., None]:
     """Return an update that weights a number by rows; of a sum, it adds up the ranks' numbers."""
     update = metric.update_state
 
-    def update_state(values: Any, sample_weight: Any = None) -> None:
+    def update_state(values: TensorLike, sample_weight: TensorLike | None = None) -> None:
         values = tf.convert_to_tensor(values)
         # Keras's train_step passes the number of rows as the weight of the loss.
         has_one_weight = sample_weight is None or tf.convert_to_tensor(sample_weight).shape.rank == 0

@@ -6,7 +6,6 @@ import contextlib
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import keras
 import numpy as np
@@ -17,6 +16,7 @@ from hvdkit.internals import context
 from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.keras.rank_seeds import global_generator
 from hvdkit.keras.rank_state import recurrent_states, untracked_variables
+from hvdkit.sharding.shards import AnyVariable
 
 # Layers that compute something else in training: with random numbers, or from the whole batch.
 _RANDOM = ("keras.src.layers.regularization.", "keras.src.layers.preprocessing.", "keras.src.layers.rnn.")
@@ -24,7 +24,7 @@ _OF_BATCH = (keras.layers.BatchNormalization, keras.layers.SpectralNormalization
 
 
 @contextlib.contextmanager
-def unchanged(model: Any, *, attributes: bool = True, generators: bool = True) -> Iterator[None]:
+def unchanged(model: keras.Model, *, attributes: bool = True, generators: bool = True) -> Iterator[None]:
     """Restore the state of layers, losses and all random generators, which calls of a model may change.
 
     Args:
@@ -58,7 +58,7 @@ def unchanged(model: Any, *, attributes: bool = True, generators: bool = True) -
 
 
 @contextlib.contextmanager
-def trying_calls(layers: Iterable[Any]) -> Iterator[None]:
+def trying_calls(layers: Iterable[keras.layers.Layer]) -> Iterator[None]:
     """Call layers on some rows, as far as they can be: an exception ends this context, and is no error.
 
     They may not call collectives, since other ranks may not. Warnings are hidden, and recurrent layers run in a graph,
@@ -74,22 +74,22 @@ def trying_calls(layers: Iterable[Any]) -> Iterator[None]:
         yield
 
 
-def _in_graph(call: Callable[..., Any]) -> Callable[..., Any]:
+def _in_graph(call: Callable[..., object]) -> Callable[..., object]:
     return lambda *args, **kwargs: tf.function(lambda: call(*args, **kwargs), autograph=False)()
 
 
-def is_complete(model: Any) -> bool:
+def is_complete(model: keras.Model) -> bool:
     """Return True if all inner layers are built, and the model itself is built or (without ``call``) has variables."""
     inner = list(model._flatten_layers(include_self=False))
     return all(layer.built for layer in inner) and bool(model.built or model.variables)
 
 
-def replicated_state(layers: Iterable[Any]) -> list[Any]:
+def replicated_state(layers: Iterable[keras.layers.Layer]) -> list[AnyVariable]:
     """Return the variables of layers, apart from weights, that their calls may change, e.g. moving statistics.
 
     Seeds, metrics and states of recurrent layers, which belong to the rows of a rank, are not among them.
     """
-    found: dict[int, Any] = {}
+    found: dict[int, AnyVariable] = {}
     for layer in layers:
         recurrent = {id(v) for v in recurrent_states(layer)}
         tracked = [v for v in getattr(layer, "_non_trainable_variables", ()) if id(v) not in recurrent]
@@ -98,9 +98,9 @@ def replicated_state(layers: Iterable[Any]) -> list[Any]:
     return list(found.values())
 
 
-def values_of(variables: Iterable[Any]) -> list[tuple[Any, tf.Tensor]]:
+def values_of(variables: Iterable[AnyVariable]) -> list[tuple[AnyVariable, tf.Tensor]]:
     """Return variables with their values, without those that a first step has created and not initialized yet."""
-    found: list[tuple[Any, tf.Tensor]] = []
+    found: list[tuple[AnyVariable, tf.Tensor]] = []
     for variable in variables:
         try:
             value = tf.identity(variable)
@@ -111,7 +111,7 @@ def values_of(variables: Iterable[Any]) -> list[tuple[Any, tf.Tensor]]:
     return found
 
 
-def _restore_attributes(layer: Any, before: dict[str, Any]) -> None:
+def _restore_attributes(layer: keras.layers.Layer, before: dict[str, object]) -> None:
     for name, value in list(vars(layer).items()):
         if name not in before:
             object.__delattr__(layer, name)
@@ -119,7 +119,7 @@ def _restore_attributes(layer: Any, before: dict[str, Any]) -> None:
             object.__setattr__(layer, name, before[name])
 
 
-def _state(model: Any, layers: Sequence[Any]) -> Iterator[Any]:
+def _state(model: keras.Model, layers: Sequence[keras.layers.Layer]) -> Iterator[AnyVariable]:
     """Yield the variables that a call may change: not weights, also if they are frozen."""
     yield from replicated_state(layers)
     for layer in layers:
@@ -131,7 +131,7 @@ def _state(model: Any, layers: Sequence[Any]) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def random_layers_in_inference(layers: Iterable[Any]) -> Iterator[None]:
+def random_layers_in_inference(layers: Iterable[keras.layers.Layer]) -> Iterator[None]:
     """Let Keras's random layers, recurrent dropout and normalizations of batches compute as in inference."""
     with contextlib.ExitStack() as stack:
         for layer in layers:
@@ -140,19 +140,19 @@ def random_layers_in_inference(layers: Iterable[Any]) -> Iterator[None]:
         yield
 
 
-def in_inference(layer: Any) -> contextlib.AbstractContextManager[None]:
+def in_inference(layer: keras.layers.Layer) -> contextlib.AbstractContextManager[None]:
     """Let a layer compute as in inference in this context."""
     return swap_attributes(layer, call=_in_inference(layer.call))
 
 
-def is_augmentation(layer: Any) -> bool:
+def is_augmentation(layer: keras.layers.Layer) -> bool:
     """Return True for Keras's layers that change their inputs at random in training, such as RandomFlip."""
     has_generator = isinstance(getattr(layer, "generator", None), keras.random.SeedGenerator)
     return has_generator and type(layer).__module__.startswith("keras.src.layers.preprocessing.")
 
 
-def _in_inference(call: Callable[..., Any]) -> Callable[..., Any]:
-    def infer(*args: Any, **kwargs: Any) -> Any:
+def _in_inference(call: Callable[..., object]) -> Callable[..., object]:
+    def infer(*args: object, **kwargs: object) -> object:
         return call(*args, **{**kwargs, "training": False} if "training" in kwargs else kwargs)
 
     return infer

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -149,13 +149,17 @@ def _batch_normalizations(model: keras.layers.Layer) -> list[keras.layers.BatchN
 
 
 @graph_safe
-def _moments(layer: Any, group: cluster.Group | None, inputs: Any, mask: Any) -> tuple[tf.Tensor, tf.Tensor]:
+def _moments(
+    layer: keras.layers.BatchNormalization, group: cluster.Group | None, inputs: tf.Tensor, mask: tf.Tensor | None
+) -> tuple[tf.Tensor, tf.Tensor]:
     """Replace a layer's ``_moments``."""
     group = cluster.group(cluster.DATA) if group is None else group
     return global_moments(tf.convert_to_tensor(inputs), layer._reduction_axes, mask, group)
 
 
-def global_moments(x: tf.Tensor, axes: list[int], mask: Any, group: cluster.Group) -> tuple[tf.Tensor, tf.Tensor]:
+def global_moments(
+    x: tf.Tensor, axes: list[int], mask: tf.Tensor | None, group: cluster.Group
+) -> tuple[tf.Tensor, tf.Tensor]:
     """Return mean and variance of ``x`` along ``axes``, over the examples of all ranks of ``group``.
 
     Args:
@@ -190,7 +194,7 @@ def global_moments(x: tf.Tensor, axes: list[int], mask: Any, group: cluster.Grou
     return tf.cast(mean, x.dtype), tf.cast(variance, x.dtype)
 
 
-def _sum_over_ranks(local: tf.Tensor, factor: Any, group: cluster.Group) -> tf.Tensor:
+def _sum_over_ranks(local: tf.Tensor, factor: tf.Tensor | None, group: cluster.Group) -> tf.Tensor:
     """Return the sum of ``local`` over ranks, with the gradient of the average of the ranks' weighted losses.
 
     With f_r the factor of rank r's loss (:func:`hvdkit.collectives.batch_share.share_of_batch`) and u_r its gradient
@@ -202,7 +206,7 @@ def _sum_over_ranks(local: tf.Tensor, factor: Any, group: cluster.Group) -> tf.T
     weight = tf.cast(factor, local.dtype)
 
     @tf.custom_gradient
-    def call(values: tf.Tensor) -> tuple[tf.Tensor, Any]:
+    def call(values: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
             checked = tf.cast(without_outer_tape(factor, "synchronized", "BatchNormalization"), local.dtype)
             return tf.math.divide_no_nan(allreduce(times_share(upstream, checked), Sum, process_set=group), checked)

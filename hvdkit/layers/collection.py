@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 import keras
 import numpy as np
@@ -38,6 +38,9 @@ from hvdkit.sharding.table import Table, check_tables
 
 Mask: TypeAlias = "tf.Tensor | tf.RaggedTensor | None"
 """False for padding."""
+SymbolicInput: TypeAlias = "keras.KerasTensor | tuple[keras.KerasTensor, keras.KerasTensor]"
+"""Ids of one feature, or ids and weights, in a functional model."""
+T = TypeVar("T")
 
 
 @keras.saving.register_keras_serializable("hvdkit")
@@ -187,7 +190,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
         pending = send_requests(self._built_store(), self._bags(inputs))
         return PendingLookup(nest_outputs(inputs, pending.bags, self.lookups), pending.rows)
 
-    def _bags(self, inputs: Any) -> dict[str, Bag]:
+    def _bags(self, inputs: Features) -> dict[str, Bag]:
         """Return each output's ids; on invalid inputs, notify the other ranks so that they do not wait."""
         try:
             values = self._check_features(inputs)
@@ -205,7 +208,9 @@ class ShardedEmbeddingCollection(ShardedLayer):
         if not self._losses and (penalty := store.penalty()) is not None:
             self.add_loss(penalty)
 
-    def compute_output_spec(self, inputs: Mapping[str, Any], **_: Any) -> dict[str, Any]:
+    def compute_output_spec(
+        self, inputs: Nested[SymbolicInput], **_: object
+    ) -> dict[str, keras.KerasTensor | Nested[keras.KerasTensor]]:
         """Return the outputs' shapes, without a lookup."""
         values = self._check_features(inputs)
         specs = {
@@ -213,9 +218,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
         }
         return nest_outputs(inputs, specs, self.lookups)
 
-    def _output_spec(
-        self, inputs: keras.KerasTensor | tuple[keras.KerasTensor, keras.KerasTensor], table: Table, feature: str
-    ) -> keras.KerasTensor:
+    def _output_spec(self, inputs: SymbolicInput, table: Table, feature: str) -> keras.KerasTensor:
         """Return the shape and dtype of one feature's vectors; raise TypeError for ids of an invalid dtype."""
         ids = inputs[0] if isinstance(inputs, tuple | list) else inputs
         ids_dtype = tf.as_dtype(ids.dtype)
@@ -355,7 +358,7 @@ class ShardedEmbeddingCollection(ShardedLayer):
         self._store.register_created()
         return self._store
 
-    def _check_features(self, inputs: Any) -> dict[str, Any]:
+    def _check_features(self, inputs: Nested[T]) -> dict[str, T]:
         """Return the inputs by feature."""
         values = flatten_features(inputs) if isinstance(inputs, Mapping) else None
         if values is None or set(values) != set(self.features):
@@ -408,7 +411,7 @@ def _mask(inputs: FeatureInput, table: Table) -> Mask:
     return keras.ops.not_equal(inputs, 0) if isinstance(inputs, keras.KerasTensor) else tf.not_equal(inputs, 0)
 
 
-def _plan(tables: tuple[Table, ...], plan: Any) -> Plan:
+def _plan(tables: tuple[Table, ...], plan: Plan | Mapping[str, str] | Literal["auto"]) -> Plan:
     if isinstance(plan, Plan):
         if plan.size != cluster.size() or plan.tables != tables:
             got = f"one of {len(plan.tables)} tables for {plan.size} ranks"
@@ -417,4 +420,4 @@ def _plan(tables: tuple[Table, ...], plan: Any) -> Plan:
         return plan
     if plan != "auto" and not isinstance(plan, Mapping):
         raise TypeError(describe("plan", plan, "'auto', a Plan or a dict of placements", "pass {'table': 'row'}"))
-    return plan_tables(tables, cluster.size(), placements=None if plan == "auto" else plan)
+    return plan_tables(tables, cluster.size(), placements=plan if isinstance(plan, Mapping) else None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeGuard, TypeVar
+from typing import Literal, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -125,7 +125,7 @@ class Bag(NamedTuple):
     segments: tf.Tensor | None
     examples: tf.Tensor
     weights: tf.Tensor | None = None
-    shape: Any = None
+    shape: tf.Tensor | None = None
     like: tf.RaggedTensor | tf.Tensor | None = None
     kept: tf.Tensor | None = None
     matches: tf.Tensor | None = None

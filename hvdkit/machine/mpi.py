@@ -35,7 +35,7 @@ class Mpi:
 
     @property
     def major(self) -> int:
-        return int(re.match(r"\d*", self.version).group() or 0)  # type: ignore[union-attr]
+        return int(re.split(r"\D", self.version, maxsplit=1)[0] or 0)
 
     def __str__(self) -> str:
         return f"{self.vendor} {self.version}".strip()

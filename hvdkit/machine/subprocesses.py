@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import IO
 
 import psutil
 
@@ -93,6 +94,6 @@ def end_process_tree(process: psutil.Process | psutil.Popen) -> None:
         psutil.wait_procs(alive, timeout=GRACE_SECONDS)
 
 
-def _text(file) -> str:
+def _text(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read().decode(errors="replace")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,9 +32,9 @@ from hvdkit.sharding.shards import AnyVariable
 class Averaging:
     """How gradients are combined over ranks: the arguments of :func:`average_gradients`, not checked yet."""
 
-    op: Any = Average
-    weight: Any = None
-    compression: Any = None
+    op: ReduceOp = Average
+    weight: npt.ArrayLike | tf.Tensor | None = None
+    compression: str | None = None
     group: cluster.Group | None = None  # the ranks that combine them; None for all
     model: int = 1  # which of the models this is that these ranks have trained
 
@@ -312,7 +311,7 @@ def _check(placed: PlacedGradients, averaging: Averaging) -> None:
     check_weight(averaging.weight)
 
 
-def check_weight(weight: Any) -> None:
+def check_weight(weight: npt.ArrayLike | tf.Tensor) -> None:
     """Raise if the static value of ``weight`` is known and not a number >= 0."""
     known = tf.get_static_value(as_tensor(weight))
     if known is not None and (known.ndim != 0 or not 0 <= known < np.inf):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
@@ -18,6 +18,7 @@ from hvdkit.collectives.weak_registry import WeakRegistry
 from hvdkit.errors import describe
 from hvdkit.sharding.shards import assign_whole
 
+T = TypeVar("T", bound=keras.optimizers.Optimizer)
 _classes: dict[tuple[type, type], type] = {}
 _sharing_iterations: WeakRegistry[bool] = WeakRegistry()  # optimizers that share their iteration count with a copy
 # Added after Keras 3.5.
@@ -34,11 +35,11 @@ _STATE = {"_lock", "_tracker", "_variables", "_trainable_variables", "_trainable
 class Original:
     """A plain optimizer that a distributed copy replaces. Not a tuple: Keras would save it with the copy."""
 
-    optimizer: Any
+    optimizer: keras.optimizers.Optimizer
     rate: float  # the learning rate when it was copied
 
 
-def subclass(mixin: type, base: type) -> Any:
+def subclass(mixin: type[T], base: type) -> type[T]:
     """Return a subclass of ``mixin`` and ``base`` with the name of ``base``, so that Keras saves it as that class."""
     if (mixin, base) not in _classes:
         # Use the public module, as Keras does in its files: the private one may move.
@@ -54,7 +55,7 @@ def subclass(mixin: type, base: type) -> Any:
     return _classes[mixin, base]
 
 
-def copy_of(optimizer: Any, cls: Any, *, rebuilds: bool = False, **changed: Any) -> Any:
+def copy_of(optimizer: keras.optimizers.Optimizer, cls: type[T], *, rebuilds: bool = False, **changed: object) -> T:
     """Return an instance of ``cls`` with the options and state of ``optimizer``, which is not modified.
 
     The iteration count, the learning rate, the slots and any inner optimizers (also in lists, tuples and dicts) are
@@ -72,7 +73,7 @@ def copy_of(optimizer: Any, cls: Any, *, rebuilds: bool = False, **changed: Any)
         ValueError: the learning rate is a function, and ``optimizer`` already has a copy.
     """
     copier = _Copier(optimizer.built and rebuilds)
-    copy = copier.copy(optimizer, cls, changed)
+    copy: T = copier.copy(optimizer, cls, changed)
     steps = changed.get("gradient_accumulation_steps")
     begins_to_accumulate = bool(steps) and not optimizer.gradient_accumulation_steps
     if copier.rebuilds:
@@ -89,12 +90,15 @@ class _Copier:
     def __init__(self, rebuilds: bool):
         self.rebuilds = rebuilds  # skip the variables that build creates, as it will be called again
         self.skipped: list[str] = []  # names of attributes that hold such variables
-        self._copied: dict[int, Any] = {}  # copies, by the id of the original
+        self._copied: dict[int, object] = {}  # copies, by the id of the original
         self._slots: set[int] = set()
 
-    def copy(self, optimizer: Any, cls: Any, changed: Mapping[str, Any]) -> Any:
+    def copy(
+        self, optimizer: keras.optimizers.Optimizer, cls: type[object], changed: Mapping[str, object]
+    ) -> keras.optimizers.Optimizer:
         """Return a copy of ``optimizer`` as an instance of ``cls``, built if ``optimizer`` is (unless ``rebuilds``)."""
-        new = self._copied[id(optimizer)] = cls.__new__(cls)
+        new: keras.optimizers.Optimizer = cls.__new__(cls)
+        self._copied[id(optimizer)] = new
         rate = optimizer._learning_rate
         rate = float(rate.numpy()) if isinstance(rate, keras.Variable) else self._copied_value(rate)
         # Call the base constructor: the arguments of cls's constructor are unknown.
@@ -111,7 +115,7 @@ class _Copier:
             new.built = True
         return new
 
-    def _copy_variables(self, optimizer: Any, new: Any) -> None:
+    def _copy_variables(self, optimizer: keras.optimizers.Optimizer, new: keras.optimizers.Optimizer) -> None:
         """Create the variables of ``new``, in the order of the optimizer's."""
         if callable(optimizer._learning_rate) and not _is_schedule(optimizer._learning_rate):
             _share_iterations(optimizer, new)
@@ -128,7 +132,7 @@ class _Copier:
             if variable is not optimizer._iterations and variable is not optimizer._learning_rate:
                 new._track_variable(self._copied.get(id(variable), variable))
 
-    def _copy_attribute(self, new: Any, name: str, value: Any) -> None:
+    def _copy_attribute(self, new: keras.optimizers.Optimizer, name: str, value: object) -> None:
         if self.rebuilds and self._holds_slots(value):
             self.skipped.append(name)
             return
@@ -140,7 +144,7 @@ class _Copier:
             expected = "an attribute that can be copied"
             raise TypeError(describe(f"optimizer.{name}", got, expected, remedy)) from error
 
-    def _copied_value(self, value: Any) -> Any:
+    def _copied_value(self, value: object) -> Any:
         """Return the copy's ``value``: slots and optimizers are copied, everything else is shared."""
         if id(value) in self._copied:
             return self._copied[id(value)]
@@ -163,7 +167,7 @@ class _Copier:
             return type(value)(*copies) if hasattr(value, "_fields") else tuple(copies)
         return copies
 
-    def _holds_slots(self, value: Any) -> bool:
+    def _holds_slots(self, value: object) -> bool:
         if isinstance(value, dict):
             value = list(value.values())
         if isinstance(value, (list, tuple)):
@@ -171,7 +175,12 @@ class _Copier:
         return id(value) in self._slots
 
 
-def _rebuild(optimizer: Any, copy: Any, skipped: list[str], begins_to_accumulate: bool) -> None:
+def _rebuild(
+    optimizer: keras.optimizers.Optimizer,
+    copy: keras.optimizers.Optimizer,
+    skipped: list[str],
+    begins_to_accumulate: bool,
+) -> None:
     """Build the slots of ``copy`` and assign them the values of the optimizer's slots."""
     remedy = "wrap the optimizer before it is built, or create the variable in build() with add_variable_from_reference"
     try:
@@ -193,7 +202,7 @@ def _rebuild(optimizer: Any, copy: Any, skipped: list[str], begins_to_accumulate
         assign_whole(new, old)
 
 
-def _share_iterations(optimizer: Any, new: Any) -> None:
+def _share_iterations(optimizer: keras.optimizers.Optimizer, new: keras.optimizers.Optimizer) -> None:
     if optimizer in _sharing_iterations:
         got = "an optimizer that is already wrapped, with a function as its learning rate"
         remedy = "create a second optimizer, or use a keras.optimizers.schedules.LearningRateSchedule"
@@ -203,11 +212,11 @@ def _share_iterations(optimizer: Any, new: Any) -> None:
     new._iterations = optimizer._iterations
 
 
-def _is_schedule(rate: Any) -> bool:
+def _is_schedule(rate: object) -> bool:
     return isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
 
 
-def _clone(variable: Any) -> keras.Variable:
+def _clone(variable: keras.Variable) -> keras.Variable:
     value = variable._value
     options = {"dtype": variable._dtype, "trainable": variable.trainable, "name": variable.name}
     with tf.device(value.device):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable
-from typing import Any
 
 import keras
 
@@ -13,7 +12,7 @@ from hvdkit import cluster
 from hvdkit.cluster.live_objects import live_instances
 from hvdkit.errors import describe
 
-_coupled: weakref.WeakSet[Any] = weakref.WeakSet()
+_coupled: weakref.WeakSet[keras.layers.Layer] = weakref.WeakSet()
 _was_coupled = False
 _checked: set[int] = set()
 
@@ -37,7 +36,7 @@ def any_coupled() -> bool:
     return len(_coupled) > 0
 
 
-def check_coupled(variables: Iterable[Any]) -> None:
+def check_coupled(variables: Iterable[object]) -> None:
     """Check that layers with ``synchronized=True`` are actually synchronized over ranks.
 
     Keras variables don't reference their layers, so layers are searched among all Python objects, once per list of

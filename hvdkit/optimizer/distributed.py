@@ -165,7 +165,7 @@ def distribute(
     if shard_states:
         _check_shardable_state(optimizer)
     if adds_loss_scale:
-        wrapped = _wrap_loss_scale(LossScale(copy_of(optimizer, type(optimizer))), reduction)
+        wrapped: DistributedMixin = _wrap_loss_scale(LossScale(copy_of(optimizer, type(optimizer))), reduction)
         wrapped._scaled = False  # added implicitly: unscale gradients only after a call of scale_loss
     else:
         wrapped = _wrap(optimizer, reduction)
@@ -176,7 +176,7 @@ def distribute(
     return wrapped
 
 
-def _wrap(optimizer: Any, reduction: Reduction) -> Any:
+def _wrap(optimizer: keras.optimizers.Optimizer, reduction: Reduction) -> DistributedMixin:
     if isinstance(optimizer, LossScale):
         return _wrap_loss_scale(optimizer, reduction)
     if isinstance(optimizer, _Multi) and reduction.accumulate_steps > 1:
@@ -186,11 +186,12 @@ def _wrap(optimizer: Any, reduction: Reduction) -> Any:
     cls = subclass(ShardedStateMixin if reduction.shard_states else CombiningMixin, type(optimizer))
     steps = reduction.accumulate_steps if reduction.accumulate_steps > 1 else None
     begins = steps is not None and not optimizer.gradient_accumulation_steps
-    options: dict[str, Any] = {"_hvdkit": reduction} | ({} if steps is None else {"gradient_accumulation_steps": steps})
+    options: dict[str, object] = {} if steps is None else {"gradient_accumulation_steps": steps}
+    options["_hvdkit"] = reduction
     return copy_of(optimizer, cls, rebuilds=reduction.shard_states or begins or _has_marked_slots(optimizer), **options)
 
 
-def _wrap_loss_scale(optimizer: Any, reduction: Reduction) -> Any:
+def _wrap_loss_scale(optimizer: keras.optimizers.LossScaleOptimizer, reduction: Reduction) -> LossScaleMixin:
     """Combine scaled gradients, so that all ranks see the same overflow; the inner optimizer clips them unscaled."""
     accumulates = reduction.accumulate_steps > 1
     reduced = reduction.combines and not accumulates
@@ -200,12 +201,12 @@ def _wrap_loss_scale(optimizer: Any, reduction: Reduction) -> Any:
     return copy_of(optimizer, subclass(LossScaleMixin, type(optimizer)), inner_optimizer=inner, _hvdkit=of_outer)
 
 
-def _has_marked_slots(optimizer: Any) -> bool:
+def _has_marked_slots(optimizer: keras.optimizers.Optimizer) -> bool:
     """Return True if a variable is a shard or local, so that its slots must be marked as such."""
     return any(holding_of(v) is not None for v in optimizer._trainable_variables)
 
 
-def _check_optimizer(optimizer: Any) -> None:
+def _check_optimizer(optimizer: object) -> None:
     if isinstance(optimizer, DistributedMixin):
         expected = "a plain Keras optimizer"
         remedy = "wrap it once, so that gradients are combined once"
@@ -218,7 +219,7 @@ def _check_optimizer(optimizer: Any) -> None:
     check_inner(optimizer)
 
 
-def _check_shardable_state(optimizer: Any) -> None:
+def _check_shardable_state(optimizer: keras.optimizers.Optimizer) -> None:
     """Reject optimizers that cannot be sharded: norms of whole variables, or state that differs between ranks."""
     check_shardable(optimizer.inner_optimizer if isinstance(optimizer, LossScale) else optimizer)
     if not optimizer.built or cluster.size() == 1:
@@ -230,7 +231,7 @@ def _check_shardable_state(optimizer: Any) -> None:
     compare_variables(optimizer.variables)
 
 
-def _accumulation(optimizer: Any, accumulate_steps: int) -> int:
+def _accumulation(optimizer: keras.optimizers.Optimizer, accumulate_steps: int) -> int:
     """Return the number of steps to accumulate, from the argument or the optimizer's gradient_accumulation_steps."""
     if not isinstance(accumulate_steps, int) or accumulate_steps < 1:
         raise ValueError(describe("accumulate_steps", accumulate_steps, "a whole number >= 1", "pass e.g. 4"))

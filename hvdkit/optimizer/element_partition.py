@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -24,7 +24,7 @@ from hvdkit.optimizer.average import Averaging, combine
 from hvdkit.optimizer.compression import reduce_scatter, wire_dtype
 from hvdkit.optimizer.gradients import Gradient, PlacedGradients
 from hvdkit.sharding.partition import flat_ranges, flat_shard_size
-from hvdkit.sharding.shards import FlatShard, holding_of
+from hvdkit.sharding.shards import AnyVariable, FlatShard, holding_of
 
 # Each buffer is held in memory twice during its exchange; larger buffers are not faster.
 _MAX_BYTES = 64 * 2**20
@@ -36,7 +36,7 @@ class PartProxy(keras.Variable):
     Keras creates slots of this shape, under the name of the variable.
     """
 
-    def __init__(self, variable: Any, elements: int):
+    def __init__(self, variable: AnyVariable, elements: int):
         self._whole_path = getattr(variable, "path", None) or str(variable.name).replace("/", "_").replace(":", "_")
         name = str(variable.name).split("/")[-1].split(":")[0]
         super().__init__("zeros", (elements,), variable.dtype, trainable=False, name=name)
@@ -76,7 +76,7 @@ class ElementPartition:
         targets: for each variable, the variable itself if this rank updates all of it, otherwise a :class:`PartProxy`.
     """
 
-    def __init__(self, variables: Sequence[Any]):
+    def __init__(self, variables: Sequence[AnyVariable]):
         self.variables = tuple(variables)
         self._buffers = tuple(_flat_buffers(self.variables))
         self._shards: dict[int, FlatShard] = {}
@@ -90,7 +90,7 @@ class ElementPartition:
             self._indices |= {id(_inner(variable)): index for variable in pair}
         self.release()
 
-    def _target_of(self, index: int) -> Any:
+    def _target_of(self, index: int) -> AnyVariable:
         variable = self.variables[index]
         shard = self._shards.get(index)
         if shard is None or len(shard.elements) == math.prod(shard.shape):
@@ -98,18 +98,18 @@ class ElementPartition:
         with tf.device(_inner(variable).device):
             return PartProxy(variable, len(shard.elements))
 
-    def __contains__(self, variable: Any) -> bool:
+    def __contains__(self, variable: AnyVariable) -> bool:
         return id(_inner(variable)) in self._indices
 
-    def target_of(self, variable: Any) -> Any:
+    def target_of(self, variable: AnyVariable) -> AnyVariable:
         """Return the target of a variable or proxy; the variable itself if it is not in the list."""
         return self.targets[self._indices[id(_inner(variable))]] if variable in self else variable
 
-    def original_of(self, variable: Any) -> Any:
+    def original_of(self, variable: AnyVariable) -> AnyVariable:
         """Return the variable of a target; a variable that is not in the list is returned unchanged."""
         return self.variables[self._indices[id(_inner(variable))]] if variable in self else variable
 
-    def shard(self, variable: Any) -> FlatShard | None:
+    def shard(self, variable: AnyVariable) -> FlatShard | None:
         """Return the elements of a variable that this rank updates; None for a shard, a local or another variable."""
         return self._shards.get(self._indices[id(_inner(variable))]) if variable in self else None
 
@@ -129,7 +129,7 @@ class ElementPartition:
             if isinstance(target, PartProxy) and 0 not in target.shape:
                 yield index, target
 
-    def slice_gradients(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    def slice_gradients(self, grads: Sequence[Gradient], variables: Sequence[AnyVariable]) -> list[Gradient]:
         """Return this rank's elements of replicated gradients."""
         results = []
         for grad, variable in zip(grads, variables, strict=True):
@@ -142,7 +142,7 @@ class ElementPartition:
         elements = self._shards[index].elements
         return tf.reshape(whole, [-1])[elements.start : elements.stop]
 
-    def _dense(self, grad: Any, index: int) -> tf.Tensor:
+    def _dense(self, grad: tf.Tensor | tf.IndexedSlices, index: int) -> tf.Tensor:
         variable = self.variables[index]
         if isinstance(grad, tf.IndexedSlices):
             grad = tf.math.unsorted_segment_sum(grad.values, grad.indices, variable.shape[0])
@@ -162,15 +162,17 @@ class ElementPartition:
         indices = [self._indices[id(_inner(v))] for v, kind in pairs if kind == "replicated"]
         return combine(placed, averaging, partial(self._reduce, indices))
 
-    def _reduce(self, indices: Sequence[int], grads: Sequence[Any], averaging: Averaging) -> list[Any]:
+    def _reduce(self, indices: Sequence[int], grads: Sequence[Gradient], averaging: Averaging) -> list[Gradient]:
         grads_by_index = {index: grad for index, grad in zip(indices, grads, strict=True) if grad is not None}
-        combined: dict[int, Any] = {}
+        combined: dict[int, tf.Tensor] = {}
         for buffer in self._buffers:
             if grads_by_index.keys() & set(buffer.indices):
                 combined |= self._reduce_buffer(buffer, grads_by_index, averaging)
         return [combined[index] if index in grads_by_index else None for index in indices]
 
-    def _reduce_buffer(self, buffer: _FlatBuffer, grads: dict[int, Any], averaging: Averaging) -> dict[int, tf.Tensor]:
+    def _reduce_buffer(
+        self, buffer: _FlatBuffer, grads: dict[int, tf.Tensor | tf.IndexedSlices], averaging: Averaging
+    ) -> dict[int, tf.Tensor]:
         dtype = tf.as_dtype(self.variables[buffer.indices[0]].dtype)
         flat = [
             tf.reshape(self._dense(grads[index], index), [-1]) if index in grads else tf.zeros([count], dtype)
@@ -186,7 +188,7 @@ class ElementPartition:
         pairs = zip(buffer.indices, pieces, strict=False)
         return {index: tf.reshape(piece, self.targets[index].shape) for index, piece in pairs}
 
-    def gather(self, variables: Sequence[Any]) -> None:
+    def gather(self, variables: Sequence[AnyVariable]) -> None:
         """Gather the updated elements of ``variables`` from the ranks that own them, on every rank."""
         indices = {self._indices[id(_inner(variable))] for variable in variables if variable in self}
         for buffer in self._buffers:
@@ -207,7 +209,7 @@ class ElementPartition:
                 _inner(self.variables[index]).assign(tf.reshape(piece, self.variables[index].shape))
 
 
-def _flat_buffers(variables: Sequence[Any]) -> Iterator[_FlatBuffer]:
+def _flat_buffers(variables: Sequence[AnyVariable]) -> Iterator[_FlatBuffer]:
     by_dtype: dict[str, list[list[int]]] = {}
     filled: dict[str, int] = {}
     for index, variable in enumerate(variables):
@@ -228,5 +230,5 @@ def _flat_buffers(variables: Sequence[Any]) -> Iterator[_FlatBuffer]:
             yield _FlatBuffer(tuple(indices), counts, shard_size, f"{dtype}{f'_{number}' if number else ''}")
 
 
-def _inner(variable: Any) -> tf.Variable:
+def _inner(variable: AnyVariable) -> tf.Variable:
     return getattr(variable, "_value", variable)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -29,7 +28,7 @@ _NO_CALLBACK = (
 )
 
 
-def compare_start(optimizer: Any, variables: Sequence[Any], *, is_fit: bool) -> None:
+def compare_start(optimizer: keras.optimizers.Optimizer, variables: Sequence[AnyVariable], *, is_fit: bool) -> None:
     """Have all ranks start with the chief's weights, slots and learning rate. Every rank calls it in its first step.
 
     While the step is being traced, weights can still be changed. In eager mode, its forward pass has already run; and a
@@ -131,7 +130,7 @@ def gradient_sums_of(optimizer: keras.optimizers.Optimizer) -> list[AnyVariable]
     return [v for part in _with_inner(optimizer) for v in getattr(part, "_accumulated_gradients", ())]
 
 
-def _with_inner(optimizer: Any) -> Iterator[Any]:
+def _with_inner(optimizer: keras.optimizers.Optimizer | None) -> Iterator[keras.optimizers.Optimizer]:
     """Yield ``optimizer`` and the inner optimizers of a LossScaleOptimizer or MultiOptimizer."""
     yield optimizer
     for inner in (getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())):
@@ -162,7 +161,7 @@ def mark_checked(optimizers: Sequence[keras.optimizers.Optimizer], is_checked: b
         part._hvdkit_is_checked = is_checked
 
 
-def _distributed_parts(optimizers: Sequence[Any]) -> list[Any]:
+def _distributed_parts(optimizers: Sequence[keras.optimizers.Optimizer | None]) -> list[keras.optimizers.Optimizer]:
     return [part for each in optimizers for part in _with_inner(each) if hasattr(part, "_hvdkit_is_checked")]
 
 

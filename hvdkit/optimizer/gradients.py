@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.collectives.conversion import is_symbolic
+from hvdkit.collectives.conversion import TensorLike, is_symbolic
 from hvdkit.errors import describe
 from hvdkit.optimizer import sparse
-from hvdkit.sharding.shards import Local, Shard, holding_of
+from hvdkit.sharding.shards import AnyVariable, Local, Shard, holding_of
 
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
+Source: TypeAlias = "AnyVariable | tf.Tensor | None"
+"""What a gradient is of: a variable, or a tensor that a tape watches; None if the caller did not pass it."""
 Kind: TypeAlias = Literal["replicated", "rows", "part", "local", "overwritten"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class PlacedGradients:
     """
 
     grads: list[Gradient]
-    variables: list[Any]
+    variables: list[Source]
     kinds: list[Kind]
 
     def with_grads(self, grads: list[Gradient]) -> PlacedGradients:
@@ -44,7 +47,7 @@ class PlacedGradients:
         return self.with_grads([fn(g, kind) for g, kind in zip(self.grads, self.kinds, strict=True)])
 
 
-def kind_of(variable: Any) -> Kind:
+def kind_of(variable: AnyVariable | tf.Tensor) -> Kind:
     """Return how ``variable`` is placed on ranks."""
     holding = holding_of(variable)
     if isinstance(holding, Local):
@@ -54,7 +57,7 @@ def kind_of(variable: Any) -> Kind:
     return "overwritten" if getattr(variable, "overwrite_with_gradient", False) else "replicated"
 
 
-def place_gradients(grads: Any, variables: Any = None) -> PlacedGradients:
+def place_gradients(grads: Iterable[TensorLike | None], variables: Iterable[Source] | None = None) -> PlacedGradients:
     """Return ``grads`` as tensors, after all checks that don't involve other ranks.
 
     Args:
@@ -76,13 +79,13 @@ def place_gradients(grads: Any, variables: Any = None) -> PlacedGradients:
     return PlacedGradients(converted, owners, ["replicated" if v is None else kind_of(v) for v in owners])
 
 
-def _listed(name: str, items: Any) -> list[Any]:
+def _listed(name: str, items: Iterable[T]) -> list[T]:
     if isinstance(items, (str, bytes, Mapping, tf.Tensor, np.ndarray)) or not isinstance(items, Iterable):
         raise TypeError(describe(name, type(items).__name__, "a list or tuple", "pass one element per variable"))
     return list(items)
 
 
-def _gradient(name: str, grad: Any, variable: Any) -> Gradient:
+def _gradient(name: str, grad: TensorLike | None, variable: Source) -> Gradient:
     if grad is None:
         return None
     if isinstance(grad, (tf.Variable, keras.Variable)):  # a sum of gradients that a training step has kept
@@ -96,7 +99,7 @@ def _gradient(name: str, grad: Any, variable: Any) -> Gradient:
     return result
 
 
-def _tensor(name: str, value: Any, dtype: tf.DType | None = None, default_dtype: str = "float32") -> tf.Tensor:
+def _tensor(name: str, value: TensorLike, dtype: tf.DType | None = None, default_dtype: str = "float32") -> tf.Tensor:
     """Return a tensor unchanged; arrays, numbers, and nested lists and tuples of these as a tensor of ``dtype``.
 
     ``default_dtype`` is the default for plain Python numbers of the same kind.
@@ -129,12 +132,12 @@ def _tensor(name: str, value: Any, dtype: tf.DType | None = None, default_dtype:
 def _is_low_precision(array: np.ndarray) -> bool:
     """Return True for float dtypes that NumPy does not define: bfloat16 and float8."""
     try:
-        return tf.as_dtype(array.dtype).is_floating
+        return bool(tf.as_dtype(array.dtype).is_floating)
     except TypeError:
         return False
 
 
-def _rows(name: str, grad: tf.IndexedSlices, variable: Any, dtype: tf.DType | None) -> tf.IndexedSlices:
+def _rows(name: str, grad: tf.IndexedSlices, variable: Source, dtype: tf.DType | None) -> tf.IndexedSlices:
     """Return IndexedSlices whose parts are tensors, after checking that they are consistent."""
     parts = (grad.values, grad.indices, grad.dense_shape)
     if any(part is not None and not isinstance(part, tf.Tensor) for part in parts):

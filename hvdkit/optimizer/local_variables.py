@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeGuard
 
 from hvdkit.collectives.digests import tf_variable
 from hvdkit.errors import describe
@@ -59,12 +59,12 @@ def register_local_variables(variables: AnyVariable | Iterable[AnyVariable] | ke
         set_holding(variable, Local())
 
 
-def is_layer(item: Any) -> bool:
+def is_layer(item: object) -> TypeGuard[keras.layers.Layer]:
     """Return True for a Keras layer or model."""
     return hasattr(item, "weights") and hasattr(item, "built")
 
 
-def _listed(variables: Any) -> list[Any]:
+def _listed(variables: AnyVariable | Iterable[AnyVariable] | keras.layers.Layer) -> list[AnyVariable]:
     if is_layer(variables):
         if not variables.built:
             got = f"layer {variables.name!r}, which is not built"

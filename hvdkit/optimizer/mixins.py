@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import keras
 import tensorflow as tf
@@ -34,29 +34,35 @@ from hvdkit.optimizer.optimizer_checks import (
     variables_of,
 )
 from hvdkit.optimizer.reduction import Reduction
-from hvdkit.optimizer.row_updates import rule_for, update_rows
-from hvdkit.optimizer.slots import initialize_slot, register_slot, reset_reassigned_rows
+from hvdkit.optimizer.row_updates import LearningRate, rule_for, update_rows
+from hvdkit.optimizer.slots import SlotInitializer, initialize_slot, register_slot, reset_reassigned_rows
 from hvdkit.optimizer.sparse import sum_duplicates
 from hvdkit.optimizer.tables import TableOptimizers, check_table_options
 from hvdkit.sharding.shards import AnyVariable, Local, holding_of, is_local, piece_states, set_holding, shard_of
 from hvdkit.sharding.variable_optimizer import variable_optimizer
 from hvdkit.sharding.variables import variable_name
 
+if TYPE_CHECKING:
+    import numpy as np
+    from keras.optimizers import Optimizer as _KerasBase  # the other base of each class that has a mixin
+else:
+    _KerasBase = object
 LossScale = keras.optimizers.LossScaleOptimizer
 
 
-class DistributedMixin:
+class DistributedMixin(_KerasBase):
     """Methods that all distributed optimizers add to Keras's."""
 
     _hvdkit: Reduction
-    _hvdkit_wrap: Callable[[Any], Any] | None = None  # wraps a plain optimizer as this one was
+    # Wraps a plain optimizer as this one was.
+    _hvdkit_wrap: Callable[[keras.optimizers.Optimizer], keras.optimizers.Optimizer] | None = None
     _hvdkit_original: Original | None = None
     _hvdkit_scales_loss = False  # whether Keras's own train_step has called this optimizer
     _hvdkit_has_begun = False  # whether the ranks were compared in the first step
     _hvdkit_is_checked = False  # whether hk.fit or a callback checks the current fit
     _hvdkit_starts_equal = False  # whether a Supervisor has made the ranks equal
 
-    def _hvdkit_begin(self, variables: Sequence[Any]) -> None:
+    def _hvdkit_begin(self, variables: Sequence[AnyVariable]) -> None:
         """In the first step, check what does not need the model, unless hk.fit or a callback checks the fit."""
         if self._hvdkit_has_begun or within_share():
             return
@@ -79,9 +85,9 @@ class DistributedMixin:
 
         if (problem := attempt(collect)) is not None:
             self._hvdkit.agree(lambda: _raise(problem), exchanges=True)
-        return super().apply_gradients(pairs)  # type: ignore[misc]
+        return super().apply_gradients(pairs)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         # Keras restores a plain optimizer from its config; wrap it again.
         unpickle, arguments, *_ = tuple(super().__reduce__())
         plain = getattr(keras.optimizers.Optimizer, unpickle.__name__)
@@ -99,13 +105,16 @@ class DistributedMixin:
             ValueError: the optimizer is already built, or ``variable`` is sharded.
             TypeError: ``variable`` is not a variable.
         """
-        if self.built:  # type: ignore[attr-defined]
+        if self.built:
             raise ValueError(too_late(variable_name(variable)))
         register_local_variables([variable])
 
 
 def restore_optimizer(
-    unpickle: Callable[..., Any], arguments: Any, wrap: Callable[[Any], Any], scaled: bool
+    unpickle: Callable[..., keras.optimizers.Optimizer],
+    arguments: tuple[object, ...],
+    wrap: Callable[[keras.optimizers.Optimizer], keras.optimizers.Optimizer],
+    scaled: bool,
 ) -> keras.optimizers.Optimizer:
     """Unpickle a distributed optimizer."""
     optimizer = wrap(unpickle(*arguments))
@@ -119,13 +128,13 @@ class CombiningMixin(DistributedMixin):
 
     _hvdkit = Reduction()
     _hvdkit_wrapped = False  # whether a LossScaleOptimizer is around this optimizer
-    _hvdkit_local_keys: frozenset[Any] = frozenset()  # keys of local variables at build time
-    _hvdkit_updated: Sequence[Any] = ()  # the variables of the current update
+    _hvdkit_local_keys: frozenset[object] = frozenset()  # keys of local variables at build time
+    _hvdkit_updated: Sequence[AnyVariable] = ()  # the variables of the current update
     _hvdkit_partition = ElementPartition(())  # with sharded optimizer state, after build
     _hvdkit_tables: TableOptimizers | None = None  # for tables that have their own optimizer
     _hvdkit_is_for_table = False  # whether this is a table's own optimizer
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         # The constructor of a LossScaleOptimizer (since Keras 3.10) assigns None to the optimizer inside. hvdkit's own
         # one gets another inner optimizer, without options.
         if name == "loss_scale_factor" and value is None and "_hvdkit_wrap" in vars(self):
@@ -135,13 +144,13 @@ class CombiningMixin(DistributedMixin):
     def scale_loss(self, loss: tf.Tensor | float) -> tf.Tensor | float:
         """Multiply ``loss`` by the scale, if there is one. Keras's own ``train_step`` calls this; loops rarely do."""
         self._hvdkit_scales_loss = True
-        return super().scale_loss(loss)  # type: ignore[misc]
+        return super().scale_loss(loss)
 
-    def build(self, variables: Sequence[Any]) -> None:
+    def build(self, variables: Sequence[AnyVariable]) -> None:
         """Create the slots of ``variables``."""
         if self._hvdkit_wrapped:  # raise on every rank: one that overflows in the first step does not call apply
             reject_unsupported(wrapped=True)
-        if self.built:  # type: ignore[attr-defined]
+        if self.built:
             return
         for variable in variables:
             if (holding := holding_of(variable)) is None:
@@ -155,16 +164,16 @@ class CombiningMixin(DistributedMixin):
             # Also registers the inner TensorFlow variable, which may have been created later.
             set_holding(variable, holding)
         check_overwritten(self, variables)
-        self._hvdkit_local_keys = frozenset(self._var_key(v) for v in variables if is_local(v))  # type: ignore[attr-defined]
+        self._hvdkit_local_keys = frozenset(self._var_key(v) for v in variables if is_local(v))
         tables = None if self._hvdkit_is_for_table else TableOptimizers.of(variables, self._hvdkit_copy_for_table)
-        super().build(variables if tables is None else tables.without_tables(variables))  # type: ignore[misc]
+        super().build(variables if tables is None else tables.without_tables(variables))
         check_inner(self)
         if tables is not None:
             # Bypass Keras's tracking, which would count the tables among this optimizer's variables.
             object.__setattr__(self, "_hvdkit_tables", tables)
             object.__setattr__(self, "_trainable_variables", list(variables))
 
-    def _hvdkit_copy_for_table(self, optimizer: Any) -> Any:
+    def _hvdkit_copy_for_table(self, optimizer: keras.optimizers.Optimizer) -> CombiningMixin:
         """Return a copy of a table's optimizer, to be called with gradients that are already combined."""
         reduction = self._hvdkit
         check_table_options(reduction.accumulate_steps, reduction.shard_states)
@@ -173,30 +182,32 @@ class CombiningMixin(DistributedMixin):
         copy._hvdkit = replace(reduction, combines=False, clip_global_norm=None)
         copy._hvdkit_is_for_table = True
         copy._hvdkit_has_begun = True  # the model's optimizer compares the ranks
-        copy.loss_scale_factor = self.loss_scale_factor  # type: ignore[attr-defined]
+        copy.loss_scale_factor = self.loss_scale_factor
         return copy
 
     @property
-    def variables(self) -> list[Any]:
+    def variables(self) -> list[keras.Variable]:
         """The slots and counters, including those of tables with their own optimizer."""
         optimizers = () if self._hvdkit_tables is None else self._hvdkit_tables.optimizers
-        return [*super().variables, *(v for optimizer in optimizers for v in optimizer.variables)]  # type: ignore[misc]
+        return [*super().variables, *(v for optimizer in optimizers for v in optimizer.variables)]
 
-    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
+    def finalize_variable_values(self, var_list: Sequence[AnyVariable]) -> None:
         """Assign the moving averages to the variables, if enabled; Keras calls this at the end of ``fit``."""
         trained = list(var_list)
         if self._hvdkit_tables is not None:
             self._hvdkit_tables.finalize(var_list)
             var_list = self._hvdkit_tables.without_tables(var_list)
-        super().finalize_variable_values(var_list)  # type: ignore[misc]
+        super().finalize_variable_values(var_list)
         if self._hvdkit_is_checked or self._hvdkit_is_for_table:
             return
-        is_fit = self._hvdkit_scales_loss or not self.use_ema  # type: ignore[attr-defined]  # a loop calls it for EMA
-        if is_fit and int(self.iterations.numpy()) > 0:  # type: ignore[attr-defined]  # fit may end without an epoch
+        is_fit = self._hvdkit_scales_loss or not self.use_ema  # a loop calls it for EMA
+        if is_fit and int(self.iterations.numpy()) > 0:  # fit may end without an epoch
             warn_of_no_callback()
             compare_end(trained, self._hvdkit.group)
 
-    def add_variable_from_reference(self, reference_variable: Any, name: Any = None, initializer: Any = "zeros") -> Any:
+    def add_variable_from_reference(
+        self, reference_variable: AnyVariable, name: str | None = None, initializer: SlotInitializer = "zeros"
+    ) -> keras.Variable:
         """Create a slot, sharded or local like its variable."""
         shard = shard_of(reference_variable)
         inner = getattr(reference_variable, "_value", None)
@@ -206,7 +217,7 @@ class CombiningMixin(DistributedMixin):
         created = contextlib.nullcontext() if shard is None else tf.init_scope()
         with created, device:
             first = initializer if shard is None else "zeros"
-            slot = super().add_variable_from_reference(reference_variable, name=name, initializer=first)  # type: ignore[misc]
+            slot = super().add_variable_from_reference(reference_variable, name=name, initializer=first)
         if is_local(reference_variable):
             set_holding(slot, Local())
         if shard is not None:
@@ -216,14 +227,14 @@ class CombiningMixin(DistributedMixin):
                 register_slot(reference_variable, name or "", slot, initializer)
         return slot
 
-    def load_own_variables(self, store: Any) -> None:
+    def load_own_variables(self, store: Mapping[str, np.ndarray]) -> None:
         """Load the state that Keras saved; for slots of sharded variables only this rank's shard.
 
         Raises:
             ValueError: a variable's tables were not saved separately.
         """
         if len(store.keys()) != len(self.variables) or not any(map(shard_of, self.variables)):
-            super().load_own_variables(store)  # type: ignore[misc]
+            super().load_own_variables(store)
             return
         for number, variable in enumerate(self.variables):
             whole = store[str(number)]
@@ -238,7 +249,7 @@ class CombiningMixin(DistributedMixin):
             parts[0].assign_local(whole[tuple(slice(i.start, i.stop, i.step) for i in parts[0].local_index)])
 
     @graph_safe
-    def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+    def apply(self, grads: Iterable[Gradient], trainable_variables: Iterable[AnyVariable] | None = None) -> object:
         """Combine ``grads`` over all ranks and update the variables."""
         reduction = self._hvdkit
         reject_unsupported(self._hvdkit_wrapped)
@@ -265,30 +276,32 @@ class CombiningMixin(DistributedMixin):
             )
         return result
 
-    def _hvdkit_combine(self, prepare: Callable[[], PlacedGradients], loss_scale: Any = None) -> PlacedGradients:
+    def _hvdkit_combine(
+        self, prepare: Callable[[], PlacedGradients], loss_scale: float | None = None
+    ) -> PlacedGradients:
         """Return the combined and clipped gradients, with their variables."""
         reduction = self._hvdkit
         placed = reduction.agree(prepare, exchanges=reduction.clip_global_norm is not None and not reduction.reduced)
         return placed.with_grads(reduction.clip(placed.with_grads(reduction.combine(placed)), loss_scale))
 
-    def _hvdkit_update(self, placed: PlacedGradients) -> Any:
+    def _hvdkit_update(self, placed: PlacedGradients) -> object:
         """Update the variables, using a table's own optimizer if it has one."""
         grads = placed.grads
         variables = placed.variables
         if self._hvdkit_tables is not None:
             grads, variables = self._hvdkit_tables.apply(grads, variables)
             if not grads:  # Keras would not count the step
-                self._iterations.assign_add(1)  # type: ignore[attr-defined]
+                self._iterations.assign_add(1)
                 return None
-        return super().apply(grads, variables)  # type: ignore[misc]
+        return super().apply(grads, variables)
 
-    def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> Any:
+    def _backend_apply_gradients(self, grads: Sequence[Gradient], trainable_variables: Sequence[AnyVariable]) -> object:
         # Bypass Keras's tracking, which would count these among the optimizer's own variables.
         object.__setattr__(self, "_hvdkit_updated", list(trainable_variables))
-        return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+        return super()._backend_apply_gradients(grads, trainable_variables)
 
     @graph_safe
-    def _clip_gradients(self, grads: Sequence[Any]) -> Any:
+    def _clip_gradients(self, grads: Sequence[tf.Tensor | tf.IndexedSlices]) -> object:
         # Keras clips once per update, after averaging the accumulated gradients over the steps.
         reduction = self._hvdkit
         if reduction.accumulate_steps > 1:
@@ -300,13 +313,13 @@ class CombiningMixin(DistributedMixin):
                 return reduction.divide_rows(place_gradients(summed, self._hvdkit_updated), undo=True)
 
             grads = self._hvdkit_combine(prepare).grads
-        return super()._clip_gradients(grads)  # type: ignore[misc]
+        return super()._clip_gradients(grads)
 
     @graph_safe
-    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+    def update_step(self, gradient: Gradient, variable: AnyVariable, learning_rate: LearningRate) -> None:
         """Update one variable; for a shard only the rows in the gradient, if the optimizer supports it."""
         if (shard := shard_of(variable)) is None:
-            super().update_step(gradient, variable, learning_rate)  # type: ignore[misc]
+            super().update_step(gradient, variable, learning_rate)
             return
         if 0 in variable.shape:  # empty shard, which Keras's ops do not support
             return
@@ -316,7 +329,7 @@ class CombiningMixin(DistributedMixin):
                 update_rows(rule, self, variable, shard, gradient, learning_rate)
                 return
             # Keras assumes distinct rows.
-            super().update_step(sum_duplicates(gradient), variable, learning_rate)  # type: ignore[misc]
+            super().update_step(sum_duplicates(gradient), variable, learning_rate)
 
 
 def ranks_of(optimizer: keras.optimizers.Optimizer | None) -> cluster.Group | None:
@@ -324,11 +337,11 @@ def ranks_of(optimizer: keras.optimizers.Optimizer | None) -> cluster.Group | No
     return optimizer._hvdkit.group if isinstance(optimizer, DistributedMixin) else None
 
 
-def _raise(problem: Exception) -> Any:
+def _raise(problem: Exception) -> NoReturn:
     raise problem
 
 
-def check_inner(optimizer: Any) -> None:
+def check_inner(optimizer: keras.optimizers.Optimizer) -> None:
     """Raise TypeError if an inner optimizer is distributed."""
     inner = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())]
     if any(isinstance(part, DistributedMixin) for part in inner) and not isinstance(optimizer, LossScaleMixin):
@@ -349,10 +362,10 @@ class LossScaleMixin(DistributedMixin):
     def scale_loss(self, loss: tf.Tensor | float) -> tf.Tensor | float:
         """Multiply ``loss`` by the current scale; gradients are expected to be scaled from now on."""
         self._scaled = True
-        return super().scale_loss(loss)  # type: ignore[misc]
+        return super().scale_loss(loss)
 
     @graph_safe
-    def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+    def apply(self, grads: Iterable[Gradient], trainable_variables: Iterable[AnyVariable] | None = None) -> object:
         """Combine ``grads``; skip the step if the gradients of any rank overflowed, else update the variables."""
         reject_unsupported()
         reduction = self._hvdkit
@@ -360,23 +373,23 @@ class LossScaleMixin(DistributedMixin):
         def prepare() -> PlacedGradients:
             placed = prepare_gradients(self, grads, trainable_variables)
             self._hvdkit_begin(placed.variables)
-            self.inner_optimizer._hvdkit_has_begun = True  # type: ignore[attr-defined]
+            self.inner_optimizer._hvdkit_has_begun = True
             return reduction.scale_to_batch(placed)
 
         placed = reduction.agree(prepare, exchanges=True)
         if not placed.grads:
             return None
-        partition = self.inner_optimizer._hvdkit_partition  # type: ignore[attr-defined]
+        partition = self.inner_optimizer._hvdkit_partition
         if partition.variables and reduction.combines:
             combined = partition.combine(placed, reduction)
         else:
             combined = reduction.combine(placed)
         if not self._scaled:
-            return self.inner_optimizer.apply(combined, placed.variables)  # type: ignore[attr-defined]
-        return super().apply(combined, placed.variables)  # type: ignore[misc]
+            return self.inner_optimizer.apply(combined, placed.variables)
+        return super().apply(combined, placed.variables)
 
     @graph_safe
-    def check_finite(self, grads: Sequence[Any]) -> Any:
+    def check_finite(self, grads: Sequence[Gradient]) -> tf.Tensor:
         """Return True if the gradients of all ranks are finite."""
         present = [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads if g is not None]
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in present])

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.collectives.weak_registry import WeakRegistry
+from hvdkit.optimizer.gradients import Source
 from hvdkit.sharding.shards import AnyVariable
 
 # Horovod keeps an entry for each name, so numbers are used again.
@@ -27,7 +27,7 @@ _NUMBERS: WeakRegistry[dict[_Ranks, int]] = WeakRegistry()  # of a model's first
 _USED: Counter[_Ranks] = Counter()
 
 
-def model_number(variables: Sequence[Any], group: cluster.Group | None) -> int:
+def model_number(variables: Sequence[Source], group: cluster.Group | None) -> int:
     """Return which of the models this is whose gradients a group of ranks has combined, counted from 1.
 
     A model is known by its first trainable variable. It gets its number when its gradients are first combined, and not
@@ -76,5 +76,5 @@ def agree_on_numbers(variables: Iterable[AnyVariable], ranks: Sequence[KnownNumb
             _USED[group] = max(_USED[group], number)
 
 
-def _inner(variable: Any) -> Any:
+def _inner(variable: Source) -> object:
     return getattr(variable, "_value", variable)

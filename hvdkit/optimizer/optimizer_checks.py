@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import keras
 
 from hvdkit import cluster
 from hvdkit.collectives.graphs import refuse_xla
 from hvdkit.errors import HvdkitError, describe
-from hvdkit.optimizer.gradients import PlacedGradients, place_gradients
+from hvdkit.optimizer.gradients import Gradient, PlacedGradients, place_gradients
 from hvdkit.optimizer.row_updates import ELEMENTWISE, updating_class
+from hvdkit.sharding.shards import AnyVariable
 from hvdkit.sharding.variables import variable_name
 
 
-def prepare_gradients(optimizer: Any, grads: Any, trainable_variables: Any) -> PlacedGradients:
+def prepare_gradients(
+    optimizer: keras.optimizers.Optimizer,
+    grads: Iterable[Gradient],
+    trainable_variables: Iterable[AnyVariable] | None,
+) -> PlacedGradients:
     """Check the arguments of ``apply`` and build the optimizer. All errors before an exchange are raised here."""
     if trainable_variables is None and not optimizer.built:
         expected = "variables, because the optimizer is not built yet"
@@ -39,12 +43,12 @@ def prepare_gradients(optimizer: Any, grads: Any, trainable_variables: Any) -> P
     return placed
 
 
-def variables_of(optimizer: Any, variables: Any) -> list[Any]:
+def variables_of(optimizer: keras.optimizers.Optimizer, variables: Iterable[AnyVariable] | None) -> list[AnyVariable]:
     """Return the variables of the gradients passed to ``apply``."""
     return list(optimizer._trainable_variables if variables is None else variables)
 
 
-def check_elementwise(optimizer: Any, where: str) -> None:
+def check_elementwise(optimizer: keras.optimizers.Optimizer, where: str) -> None:
     """Raise ValueError if an optimizer takes norms of whole variables: in the case ``where``, ranks have parts."""
     check_norms(optimizer, ("clipnorm", "global_clipnorm"), where)
     kind = updating_class(optimizer)
@@ -54,7 +58,7 @@ def check_elementwise(optimizer: Any, where: str) -> None:
         raise ValueError(describe("optimizer", kind.__name__, expected, remedy))
 
 
-def check_norms(optimizer: Any, names: Sequence[str], where: str) -> None:
+def check_norms(optimizer: keras.optimizers.Optimizer, names: Sequence[str], where: str) -> None:
     """Raise ValueError if an optimizer clips by norms, which in the case ``where`` differ between ranks."""
     for name in names:
         if (limit := getattr(optimizer, name, None)) is not None:
@@ -62,7 +66,7 @@ def check_norms(optimizer: Any, names: Sequence[str], where: str) -> None:
             raise ValueError(describe(name, limit, f"None {where}", remedy))
 
 
-def check_for_parts(optimizer: Any) -> None:
+def check_for_parts(optimizer: keras.optimizers.Optimizer) -> None:
     """Raise ValueError for a MultiOptimizer with sharded or local variables."""
     if hasattr(optimizer, "optimizers"):
         remedy = "give each of its optimizers its own hk.DistributedOptimizer and apply"
@@ -70,7 +74,7 @@ def check_for_parts(optimizer: Any) -> None:
         raise ValueError(describe("optimizer", "a MultiOptimizer", expected, remedy))
 
 
-def check_overwritten(optimizer: Any, variables: Sequence[Any]) -> None:
+def check_overwritten(optimizer: keras.optimizers.Optimizer, variables: Sequence[AnyVariable]) -> None:
     """Raise ValueError if gradients of variables that they overwrite would be summed over steps."""
     if optimizer._hvdkit.accumulate_steps == 1 or cluster.size() == 1:
         return

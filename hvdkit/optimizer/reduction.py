@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import tensorflow as tf
 
@@ -98,7 +97,7 @@ class Reduction(Averaging):
             if kind == "replicated" and not divided:
                 replicated.append(grad)
             elif kind != "overwritten":
-                axis = shard_of(variable).axis if kind == "part" else None  # type: ignore[union-attr]
+                axis = shard.axis if kind == "part" and (shard := shard_of(variable)) is not None else None
                 by_axis.setdefault(axis, []).append(grad)
         totals = [_squares(replicated)]
         for axis, grads_of_axis in by_axis.items():
@@ -107,7 +106,7 @@ class Reduction(Averaging):
         return totals
 
 
-def _squares(grads: Sequence[Any]) -> tf.Tensor:
+def _squares(grads: Sequence[Gradient]) -> tf.Tensor:
     present = [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads if g is not None]
     squares = [tf.cast(tf.reduce_sum(tf.square(g)), tf.float64) for g in present]
     return tf.add_n([tf.constant(0.0, tf.float64), *squares])

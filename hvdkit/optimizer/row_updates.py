@@ -17,8 +17,8 @@ term, and t is the number of the update.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -28,11 +28,12 @@ from hvdkit.cluster.logs import warn_once
 from hvdkit.optimizer.sparse import DividedRows
 from hvdkit.sharding.shards import Shard
 
+LearningRate: TypeAlias = "tf.Tensor | keras.Variable | float"
 SparseUpdates = Literal["auto", "lazy", "exact"]
-Rule = Callable[[Any, tf.Variable, tf.IndexedSlices, tf.Tensor], None]
+Rule = Callable[[keras.optimizers.Optimizer, tf.Variable, tf.IndexedSlices, tf.Tensor], None]
 
 
-def rule_for(optimizer: Any, sparse_updates: SparseUpdates) -> Rule | None:
+def rule_for(optimizer: keras.optimizers.Optimizer, sparse_updates: SparseUpdates) -> Rule | None:
     """Return the row-wise update for ``optimizer``, or None to use Keras's update of the whole shard.
 
     "auto" is lazy for Adam and AdamW, as is common for tables, and exact for the others. As the results are not those
@@ -52,12 +53,12 @@ def rule_for(optimizer: Any, sparse_updates: SparseUpdates) -> Rule | None:
     return rule if untouched_rows_stay or is_lazy else None
 
 
-def updating_class(optimizer: Any) -> type:
+def updating_class(optimizer: keras.optimizers.Optimizer) -> type:
     """Return the class that defines the optimizer's ``update_step``, excluding hvdkit's mixins."""
     return next(c for c in type(optimizer).__mro__ if "update_step" in vars(c) and "_hvdkit" not in vars(c))
 
 
-def rows_of_gradient(gradient: Any) -> tf.IndexedSlices:
+def rows_of_gradient(gradient: tf.Tensor | tf.IndexedSlices) -> tf.IndexedSlices:
     """Return the distinct rows of a gradient; for a dense one (accumulated over steps) the nonzero rows."""
     if isinstance(gradient, tf.IndexedSlices):
         return _merge_duplicates(gradient)
@@ -78,7 +79,7 @@ def _merge_duplicates(grad: tf.IndexedSlices) -> tf.IndexedSlices:
     return tf.IndexedSlices(tf.ensure_shape(values, [None, *grad.values.shape[1:]]), indices)
 
 
-def _sgd(optimizer: Any, variable: tf.Variable, grad: tf.IndexedSlices, rate: tf.Tensor) -> None:
+def _sgd(optimizer: keras.optimizers.SGD, variable: tf.Variable, grad: tf.IndexedSlices, rate: tf.Tensor) -> None:
     """w -= lr g;  with momentum  m = mu m - lr g,  w += m,  with Nesterov's  w += mu m - lr g."""
     step = grad.values * rate
     if not optimizer.momentum:
@@ -90,14 +91,16 @@ def _sgd(optimizer: Any, variable: tf.Variable, grad: tf.IndexedSlices, rate: tf
     _add(variable, grad.indices, mu * moved - step if optimizer.nesterov else moved)
 
 
-def _adagrad(optimizer: Any, variable: tf.Variable, grad: tf.IndexedSlices, rate: tf.Tensor) -> None:
+def _adagrad(
+    optimizer: keras.optimizers.Adagrad, variable: tf.Variable, grad: tf.IndexedSlices, rate: tf.Tensor
+) -> None:
     """a += g^2;  w -= lr g / sqrt(a + eps)."""
     a = _SlotRows(optimizer._accumulators, optimizer, variable, grad.indices)
     total = a.set(a.values + tf.square(grad.values))
     _add(variable, grad.indices, -rate * grad.values / tf.sqrt(total + optimizer.epsilon))
 
 
-def _adam(optimizer: Any, variable: tf.Variable, grad: tf.IndexedSlices, rate: tf.Tensor) -> None:
+def _adam(optimizer: keras.optimizers.Adam, variable: tf.Variable, grad: tf.IndexedSlices, rate: tf.Tensor) -> None:
     """m += (1 - b1)(g - m);  v += (1 - b2)(g^2 - v);  w -= lr sqrt(1 - b2^t) / (1 - b1^t) m / (sqrt(v) + eps)."""
     dtype = variable.dtype
     g = grad.values
@@ -114,7 +117,9 @@ def _adam(optimizer: Any, variable: tf.Variable, grad: tf.IndexedSlices, rate: t
     _add(variable, grad.indices, -first * alpha / (tf.sqrt(second) + optimizer.epsilon))
 
 
-def _rmsprop(optimizer: Any, variable: tf.Variable, grad: tf.IndexedSlices, rate: tf.Tensor) -> None:
+def _rmsprop(
+    optimizer: keras.optimizers.RMSprop, variable: tf.Variable, grad: tf.IndexedSlices, rate: tf.Tensor
+) -> None:
     """v = rho v + (1 - rho) g^2;  w -= lr g / sqrt(v + eps);  centered: v minus the square of the mean gradient."""
     g = grad.values
     rho = optimizer.rho
@@ -130,7 +135,7 @@ def _rmsprop(optimizer: Any, variable: tf.Variable, grad: tf.IndexedSlices, rate
     _add(variable, grad.indices, -step)
 
 
-def _ftrl(optimizer: Any, variable: tf.Variable, grad: tf.IndexedSlices, rate: tf.Tensor) -> None:
+def _ftrl(optimizer: keras.optimizers.Ftrl, variable: tf.Variable, grad: tf.IndexedSlices, rate: tf.Tensor) -> None:
     """The update of McMahan et al., "Ad click prediction: a view from the trenches", KDD 2013, in Keras's form.
 
     z += g' - (a'^-p - a^-p) / lr w  with  a' = a + g^2  and  g' = g + 2 shrinkage w;
@@ -157,7 +162,13 @@ def _add(variable: tf.Variable, indices: tf.Tensor, change: tf.Tensor) -> None:
 class _SlotRows:
     """The rows of one slot that belong to the rows of a gradient."""
 
-    def __init__(self, slots: Any, optimizer: Any, variable: tf.Variable, indices: tf.Tensor):
+    def __init__(
+        self,
+        slots: Sequence[keras.Variable],
+        optimizer: keras.optimizers.Optimizer,
+        variable: tf.Variable,
+        indices: tf.Tensor,
+    ):
         self._slot = slots[optimizer._get_variable_index(variable)]._value
         self._indices = indices
         self.values = self._slot.sparse_read(indices)
@@ -188,7 +199,14 @@ ELEMENTWISE = {
 }
 
 
-def update_rows(rule: Rule, optimizer: Any, variable: tf.Variable, shard: Shard, gradient: Any, rate: Any) -> None:
+def update_rows(
+    rule: Rule,
+    optimizer: keras.optimizers.Optimizer,
+    variable: tf.Variable,
+    shard: Shard,
+    gradient: tf.Tensor | tf.IndexedSlices,
+    rate: LearningRate,
+) -> None:
     """Update the rows of ``variable`` (which holds ``shard``) that are in ``gradient``, using ``rule``."""
     rate = tf.cast(rate, variable.dtype)
     read_rows = None if shard.rows_by_rank is None else shard.rows_by_rank()

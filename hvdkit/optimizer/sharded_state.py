@@ -8,18 +8,24 @@ before the update, and weights are gathered after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hvdkit import cluster
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.errors import HvdkitError, describe
 from hvdkit.optimizer.element_partition import ElementPartition, PartProxy
-from hvdkit.optimizer.gradients import PlacedGradients
+from hvdkit.optimizer.gradients import Gradient, PlacedGradients
 from hvdkit.optimizer.mixins import CombiningMixin
 from hvdkit.optimizer.optimizer_checks import check_elementwise
-from hvdkit.sharding.shards import assign_whole, set_holding
+from hvdkit.optimizer.row_updates import LearningRate
+from hvdkit.optimizer.slots import SlotInitializer
+from hvdkit.sharding.shards import AnyVariable, assign_whole, set_holding
+
+if TYPE_CHECKING:
+    import keras
+    import numpy as np
 
 
 class ShardedStateMixin(CombiningMixin):
@@ -27,9 +33,9 @@ class ShardedStateMixin(CombiningMixin):
 
     _hvdkit = CombiningMixin._hvdkit
 
-    def build(self, variables: Sequence[Any]) -> None:
+    def build(self, variables: Sequence[AnyVariable]) -> None:
         """Create this rank's slots of ``variables``."""
-        if self.built or cluster.size() == 1:  # type: ignore[attr-defined]
+        if self.built or cluster.size() == 1:
             super().build(variables)
             return
         check_shardable(self)
@@ -43,7 +49,9 @@ class ShardedStateMixin(CombiningMixin):
         # Callers expect the trained variables here. Bypass Keras, which would count them as the optimizer's own.
         object.__setattr__(self, "_trainable_variables", list(variables))
 
-    def add_variable_from_reference(self, reference_variable: Any, name: Any = None, initializer: Any = "zeros") -> Any:
+    def add_variable_from_reference(
+        self, reference_variable: AnyVariable, name: str | None = None, initializer: SlotInitializer = "zeros"
+    ) -> keras.Variable:
         """Create a slot; for a replicated variable, only for this rank's elements."""
         partition = self._hvdkit_partition
         is_whole = name == "gradient_accumulator"  # local gradients are complete until they are reduced
@@ -53,24 +61,27 @@ class ShardedStateMixin(CombiningMixin):
             set_holding(slot, shard)
         return slot
 
-    def _hvdkit_update(self, placed: PlacedGradients) -> Any:
+    def _hvdkit_update(self, placed: PlacedGradients) -> object:
         """Update this rank's part of the variables and gather them."""
         partition = self._hvdkit_partition
-        targets = [partition.target_of(variable) for variable in placed.variables]
+        variables: list[AnyVariable] = placed.variables
+        targets = [partition.target_of(variable) for variable in variables]
         partition.load()
         result = super()._hvdkit_update(replace(placed, variables=targets))
         partition.release()
-        for grad, variable, target in zip(placed.grads, placed.variables, targets, strict=True):
+        for grad, variable, target in zip(placed.grads, variables, targets, strict=True):
             # For variables that this rank updates completely, Keras has already applied the constraint.
             if grad is not None and variable.constraint is not None and isinstance(target, PartProxy):
                 variable.assign(variable.constraint(variable))
         return result
 
-    def _check_variables_are_known(self, variables: Sequence[Any]) -> None:
+    def _check_variables_are_known(self, variables: Sequence[AnyVariable]) -> None:
         others = [v for v in variables if v not in self._hvdkit_partition]
-        super()._check_variables_are_known(others)  # type: ignore[misc]
+        super()._check_variables_are_known(others)
 
-    def _hvdkit_combine(self, prepare: Callable[[], PlacedGradients], loss_scale: Any = None) -> PlacedGradients:
+    def _hvdkit_combine(
+        self, prepare: Callable[[], PlacedGradients], loss_scale: float | None = None
+    ) -> PlacedGradients:
         reduction = self._hvdkit
         placed = reduction.agree(prepare, exchanges=not reduction.reduced)
         if not (partition := self._hvdkit_partition).variables:  # single rank, or no variables
@@ -82,56 +93,58 @@ class ShardedStateMixin(CombiningMixin):
         return placed.with_grads(reduction.clip(placed, loss_scale, divided=True))
 
     @graph_safe
-    def _backend_update_step(self, grads: Sequence[Any], trainable_variables: Sequence[Any], learning_rate: Any) -> Any:
-        super()._backend_update_step(grads, trainable_variables, learning_rate)  # type: ignore[misc]
+    def _backend_update_step(
+        self, grads: Sequence[Gradient], trainable_variables: Sequence[AnyVariable], learning_rate: LearningRate
+    ) -> None:
+        super()._backend_update_step(grads, trainable_variables, learning_rate)
         self._hvdkit_partition.gather(trainable_variables)
 
     @graph_safe
-    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+    def update_step(self, gradient: Gradient, variable: AnyVariable, learning_rate: LearningRate) -> None:
         """Update one variable, if this rank has a part of it."""
         if 0 not in variable.shape:
             super().update_step(gradient, variable, learning_rate)
 
-    def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
-        super()._apply_weight_decay([v for v in variables if 0 not in v.shape])  # type: ignore[misc]
+    def _apply_weight_decay(self, variables: Sequence[AnyVariable]) -> None:
+        super()._apply_weight_decay([v for v in variables if 0 not in v.shape])
 
-    def _var_key(self, variable: Any) -> Any:
-        return super()._var_key(self._hvdkit_partition.original_of(variable))  # type: ignore[misc]
+    def _var_key(self, variable: AnyVariable) -> object:
+        return super()._var_key(self._hvdkit_partition.original_of(variable))
 
-    def _use_weight_decay(self, variable: Any) -> bool:
-        return super()._use_weight_decay(self._hvdkit_partition.original_of(variable))  # type: ignore
+    def _use_weight_decay(self, variable: AnyVariable) -> bool:
+        return bool(super()._use_weight_decay(self._hvdkit_partition.original_of(variable)))
 
-    def _is_excluded_from_weight_decay(self, variable: Any) -> bool:
+    def _is_excluded_from_weight_decay(self, variable: AnyVariable) -> bool:
         # Keras 3.16 calls it in `build`, for the variables that it is built over.
-        return super()._is_excluded_from_weight_decay(self._hvdkit_partition.original_of(variable))  # type: ignore
+        return bool(super()._is_excluded_from_weight_decay(self._hvdkit_partition.original_of(variable)))
 
-    def _update_model_variables_moving_average(self, trainable_variables: Sequence[Any]) -> None:
+    def _update_model_variables_moving_average(self, trainable_variables: Sequence[AnyVariable]) -> None:
         updated = self._hvdkit_partition.targets or trainable_variables
-        super()._update_model_variables_moving_average(updated)  # type: ignore[misc]
+        super()._update_model_variables_moving_average(updated)
 
     @graph_safe
-    def _overwrite_model_variables_with_average_value(self, trainable_variables: Sequence[Any]) -> None:
+    def _overwrite_model_variables_with_average_value(self, trainable_variables: Sequence[AnyVariable]) -> None:
         averaged = list(self._hvdkit_partition.targets or trainable_variables)
-        super()._overwrite_model_variables_with_average_value(averaged)  # type: ignore[misc]
+        super()._overwrite_model_variables_with_average_value(averaged)
         self._hvdkit_partition.gather(averaged)
 
-    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
+    def finalize_variable_values(self, var_list: Sequence[AnyVariable]) -> None:
         """Assign the moving averages to the variables, if enabled. Every rank must call it."""
-        if self.use_ema:  # type: ignore[attr-defined]
+        if self.use_ema:
             self._hvdkit_partition.load()
         super().finalize_variable_values(var_list)
         self._hvdkit_partition.release()
 
-    def save_own_variables(self, store: Any) -> None:
+    def save_own_variables(self, store: MutableMapping[str, np.ndarray]) -> None:
         """Save the state; only supported if this rank holds all of it."""
         if self._hvdkit_partition.variables:
             got = f"an optimizer of which rank {cluster.rank()} has 1/{cluster.size()} (shard_states=True)"
             remedy = "save with hk.checkpoint.save or hk.Supervisor, or the model alone with model.export"
             expected = "an optimizer whose state is whole on each rank"
             raise HvdkitError(describe("model.save, model.save_weights", got, expected, remedy))
-        super().save_own_variables(store)  # type: ignore[misc]
+        super().save_own_variables(store)
 
-    def load_own_variables(self, store: Any) -> None:
+    def load_own_variables(self, store: Mapping[str, np.ndarray]) -> None:
         """Load this rank's part of an unsharded state that Keras saved."""
         if not self._hvdkit_partition.variables or len(store.keys()) != len(self.variables):
             super().load_own_variables(store)
@@ -140,7 +153,7 @@ class ShardedStateMixin(CombiningMixin):
             assign_whole(variable, store[str(number)])
 
 
-def check_shardable(optimizer: Any) -> None:
+def check_shardable(optimizer: keras.optimizers.Optimizer) -> None:
     """Raise ValueError unless an optimizer updates each element independently."""
     if hasattr(optimizer, "optimizers"):
         remedy = "give each of its optimizers its own hk.DistributedOptimizer(..., shard_states=True) and apply"

@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias
 
 import keras
 import tensorflow as tf
 
 from hvdkit.collectives.weak_registry import WeakRegistry
-from hvdkit.sharding.shards import shard_of, write_box
+from hvdkit.optimizer.gradients import Gradient
+from hvdkit.sharding.shards import AnyVariable, shard_of, write_box
 from hvdkit.sharding.vocabulary import pop_new_rows
 
+SlotInitializer: TypeAlias = "keras.initializers.Initializer | str"
+"""What Keras's optimizers fill a new slot with."""
 _BLOCK_NUMBERS = 1 << 22
 
 
-def initialize_slot(slot: Any, initializer: Any) -> None:
+def initialize_slot(slot: keras.Variable, initializer: SlotInitializer) -> None:
     """Overwrite a zero slot with its constant initial value, one block at a time to save memory.
 
     Keras's initializers would hold two more copies of the slot in memory.
@@ -34,22 +37,22 @@ def initialize_slot(slot: Any, initializer: Any) -> None:
             write_box(slot._value, (slice(start, end),), tf.fill([end - start, *slot.shape[1:]], value))
 
 
-def initial_value(slot: Any, initializer: Any) -> tf.Tensor:
+def initial_value(slot: keras.Variable, initializer: SlotInitializer) -> tf.Tensor:
     """Return the constant that ``initializer`` fills ``slot`` with."""
     return tf.convert_to_tensor(keras.initializers.get(initializer)((1,), dtype=slot.dtype)[0])
 
 
 # For each TensorFlow variable with reassignable rows: name, slot and initializer of the slots of all optimizers.
-_SLOTS: WeakRegistry[list[tuple[str, weakref.ref[Any], Any]]] = WeakRegistry()
+_SLOTS: WeakRegistry[list[tuple[str, weakref.ref[keras.Variable], SlotInitializer]]] = WeakRegistry()
 
 
-def register_slot(reference: Any, name: str, slot: Any, initializer: Any) -> None:
+def register_slot(reference: keras.Variable, name: str, slot: keras.Variable, initializer: SlotInitializer) -> None:
     """Reset rows of ``slot`` when the same rows of the variable ``reference`` are reassigned to other ids."""
     others = [entry for entry in _SLOTS.get(reference._value) or () if entry[1]() is not None]
     _SLOTS.set(reference._value, [*others, (name, weakref.ref(slot), initializer)])
 
 
-def reset_reassigned_rows(grads: Sequence[Any], variables: Sequence[Any], *, all_rows: bool) -> None:
+def reset_reassigned_rows(grads: Sequence[Gradient], variables: Sequence[AnyVariable], *, all_rows: bool) -> None:
     """Reset the slots of rows that were reassigned to another id since the last update.
 
     Moments of the old id must not affect the new one. A row is reset only once: the optimizer that updates first resets

@@ -14,7 +14,7 @@ tiny are always sent dense, without counting.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
 import tensorflow as tf
 
@@ -23,6 +23,7 @@ from hvdkit.collectives import tensors
 from hvdkit.collectives.ops import ReduceOp
 from hvdkit.optimizer.compression import dtype_on_wire, reduce_dense
 
+T = TypeVar("T")
 # Below this size, a dense exchange is cheaper than the exchange of counts.
 TINY_DENSE_BYTES = 64 * 1024
 
@@ -41,7 +42,7 @@ class DividedRows(tf.IndexedSlices):
         self.divisor = divisor
 
 
-def sum_duplicates(grad: Any) -> Any:
+def sum_duplicates(grad: T) -> T:
     """Sum the values of duplicate rows of IndexedSlices; return a dense gradient or None unchanged.
 
     Args:
@@ -54,7 +55,8 @@ def sum_duplicates(grad: Any) -> Any:
         return grad
     indices, position = tf.unique(grad.indices)
     values = tf.math.unsorted_segment_sum(grad.values, position, tf.size(indices))
-    return tf.IndexedSlices(values, indices, grad.dense_shape)
+    summed: T = tf.IndexedSlices(values, indices, grad.dense_shape)
+    return summed
 
 
 def dense_shape(grad: tf.IndexedSlices) -> tuple[int, ...] | None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from hvdkit.cluster.progress import progress
 from hvdkit.collectives.graphs import is_for_xla
+from hvdkit.optimizer.gradients import Gradient
 
 
-def report_step(grads: Sequence[Any], call_site: str) -> None:
+def report_step(grads: Sequence[Gradient], call_site: str) -> None:
     """Report to the profiler, if active, that ``grads`` are combined; inside a graph, on every execution.
 
     Args:

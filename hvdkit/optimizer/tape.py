@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -60,7 +61,7 @@ class DistributedGradientTape:
         True
     """
 
-    _local_layers: tuple[Any, ...] = ()
+    _local_layers: tuple[keras.layers.Layer, ...] = ()
 
     def __init__(
         self,
@@ -80,7 +81,9 @@ class DistributedGradientTape:
         self._tape.__enter__()
         return self
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if isinstance(error, Exception):
             reporter().note_raised(error)
         self._tape.__exit__(kind, error, trace)
@@ -97,7 +100,7 @@ class DistributedGradientTape:
         register_local_variables([source])
 
     @graph_safe
-    def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+    def gradient(self, target: object, sources: object, *args: object, **kwargs: object) -> Any:
         """Return the gradients of ``target`` with respect to ``sources``, combined over all ranks.
 
         Args:
@@ -125,7 +128,7 @@ class DistributedGradientTape:
             agree_on(lambda: place_gradients([]), averaging)  # check the weight before it is exchanged
             averaging, factor = replace(averaging, op=Sum, weight=None), weight_factor(averaging)
             gradient_of = partial(self._weighted_gradient, factor)
-        structure: list[Any] = []
+        structure: list[object] = []
 
         def prepare() -> PlacedGradients:
             structure.append(gradient_of(target, sources, *args, **kwargs))
@@ -140,8 +143,8 @@ class DistributedGradientTape:
         return tf.nest.pack_sequence_as(structure[0], combined)
 
     def _weighted_gradient(
-        self, factor: tf.Tensor, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any
-    ) -> Any:
+        self, factor: tf.Tensor, target: object, sources: object, output_gradients: object = None, **kwargs: object
+    ) -> object:
         """Return the local gradients of ``factor * target``."""
         upstream = tf.nest.map_structure(tf.ones_like, target) if output_gradients is None else output_gradients
         weighted = tf.nest.map_structure(lambda g: g * tf.cast(factor, g.dtype), upstream)

@@ -8,11 +8,12 @@ import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 from hvdkit.profiling import clocks
 from hvdkit.profiling.rank_profile import RankProfile
 
+T = TypeVar("T")
 # Limit on the spans of all ranks together, because every rank receives all of them.
 _MAX_SPANS = 600_000
 
@@ -20,13 +21,13 @@ _MAX_SPANS = 600_000
 class Exchange(Protocol):
     """Exchanges objects among all ranks, like ``hvdkit.cluster.exchange.ObjectExchange``."""
 
-    def allgather(self, value: object) -> list[Any]:
+    def allgather(self, value: T) -> list[T]:
         """Return every rank's ``value``, in rank order."""
 
     def allgather_bytes(self, data: bytes) -> list[bytes]:
         """Return every rank's ``data``, in rank order."""
 
-    def broadcast(self, value: object, root: int) -> Any:
+    def broadcast(self, value: T, root: int) -> T:
         """Return the ``value`` of ``root``."""
 
 
@@ -62,8 +63,8 @@ def _write_xplane(folder: Path, profile: RankProfile, xplane: bytes, exchange: E
             file.write_bytes(xplane)
     except OSError as error:
         profile.problems.append(f"{file} cannot be written ({error.strerror})")
-    files = exchange.allgather(str(file) if xplane else None)
-    missing = exchange.broadcast([rank for rank, path in enumerate(files) if path and not Path(path).exists()], 0)
+    files = {rank: path for rank, path in enumerate(exchange.allgather(str(file) if xplane else None)) if path}
+    missing = exchange.broadcast([rank for rank, path in files.items() if not Path(path).exists()], 0)
     if missing:  # their hosts do not share a file system with the chief's
         contents = exchange.allgather_bytes(xplane if profile.rank in missing else b"")
         if profile.rank == 0:

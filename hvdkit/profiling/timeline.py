@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from hvdkit.profiling.rank_profile import Phase
+from hvdkit.profiling.trace import TraceEvent
 
 
 def read(path: Path, epoch_offset: int) -> list[Phase]:
@@ -42,17 +42,20 @@ def read(path: Path, epoch_offset: int) -> list[Phase]:
     return sorted(phases, key=lambda phase: phase.start)
 
 
-def _events(text: str) -> list[dict[str, Any]]:
+def _events(text: str) -> list[TraceEvent]:
+    events: list[TraceEvent] = []
     text = text.strip()
     if not text:
-        return []
+        return events
     for end in ("", "]", "}]"):
         try:
-            return json.loads(text.rstrip(",") + end)
+            events = json.loads(text.rstrip(",") + end)
+            return events
         except json.JSONDecodeError:
             continue
     complete = text[: text.rfind("},") + 1]
     try:
-        return json.loads(complete + "]") if complete else []
+        events = json.loads(complete + "]") if complete else []
+        return events
     except json.JSONDecodeError as error:
         raise ValueError(f"Horovod's timeline cannot be read: {error}") from None

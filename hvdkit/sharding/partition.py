@@ -167,7 +167,8 @@ def owner(partition: str, ids: np.ndarray, rows: int, size: int) -> np.ndarray:
     if partition == "mod":
         return ids % size
     base_count, remainder = divmod(rows, size)
-    return np.maximum(ids // (base_count + 1), (ids - remainder) // max(base_count, 1))
+    owners: np.ndarray = np.maximum(ids // (base_count + 1), (ids - remainder) // max(base_count, 1))
+    return owners
 
 
 def local_row(partition: str, ids: np.ndarray, rows: int, size: int) -> np.ndarray:
@@ -182,4 +183,5 @@ def local_row(partition: str, ids: np.ndarray, rows: int, size: int) -> np.ndarr
     if partition == "mod":
         return ids // size
     base_count, remainder = divmod(rows, size)
-    return ids - (ranks * base_count + np.minimum(ranks, remainder))
+    local_rows: np.ndarray = ids - (ranks * base_count + np.minimum(ranks, remainder))
+    return local_rows

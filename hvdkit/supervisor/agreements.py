@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Any
 
 from hvdkit import cluster
 from hvdkit.cluster.agreement import gather
@@ -56,7 +55,7 @@ class Agreements:
         self.wants_stop = False
         self.stopping = False
         self.preempted_by: str | None = None
-        self.loss: Any = None
+        self.loss: object = None
 
     def begin(self) -> None:
         """Begin a session: from now on, signals are requests to stop."""

@@ -17,12 +17,13 @@ import time
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from hvdkit.checkpoint.files import RunPath, checkpoint_errors
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import CheckpointError, describe, printable
 
+Holder: TypeAlias = dict[str, Any]  # the run that holds a lock, as JSON: host, pid, user, command and since
 NAME = ".lock"
 _TAKEN = {errno.EACCES, errno.EAGAIN}
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -92,7 +93,7 @@ class LogdirLock(HeldLock):
         self._path = self._logdir / NAME
         self._key: tuple[int, int] | None = None
         self._file = -1
-        self._holder: dict[str, Any] = {}
+        self._holder: Holder = {}
 
     def acquire(self) -> None:
         """Acquire the lock without waiting. Not reentrant.
@@ -188,7 +189,7 @@ def held_by_this_process(logdir: RunPath) -> CheckpointError:
     return CheckpointError(describe("logdir", got, "one Supervisor at a time for a logdir", remedy))
 
 
-def refusal(logdir: RunPath, holder: Mapping[str, Any] | None, verb: str = "writes to") -> str:
+def refusal(logdir: RunPath, holder: Mapping[str, object] | None, verb: str = "writes to") -> str:
     """Return the message about a logdir that another run, ``holder``, uses."""
     if holder is None:
         description = "another run, which has not identified itself"
@@ -202,7 +203,7 @@ def refusal(logdir: RunPath, holder: Mapping[str, Any] | None, verb: str = "writ
     return describe("logdir", got, "a logdir that no other run uses", remedy)
 
 
-def describe_this_run() -> dict[str, Any]:
+def describe_this_run() -> Holder:
     """Return the description of this run for the error message of a second run."""
     try:
         user = getpass.getuser()
@@ -231,7 +232,7 @@ def _lock_file(file: int) -> None:
     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _read_holder(file: int) -> dict[str, Any] | None:
+def _read_holder(file: int) -> Holder | None:
     """Read the holder of the lock, waiting up to a second as a run locks before it writes; None if missing."""
     until = time.monotonic() + _WAIT_FOR_HOLDER_SECONDS
     while True:
@@ -243,7 +244,7 @@ def _read_holder(file: int) -> dict[str, Any] | None:
         time.sleep(0.02)
 
 
-def holder_of(data: bytes) -> dict[str, Any] | None:
+def holder_of(data: bytes) -> Holder | None:
     """Return the holder that a lock describes, or None if it does not."""
     try:
         holder = json.loads(data)

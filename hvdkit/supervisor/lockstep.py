@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TypeVar
 
 from hvdkit import cluster
 from hvdkit.cluster.agreement import gather
 from hvdkit.cluster.logs import get_logger
 
+T = TypeVar("T")
 # Batches that a rank reads ahead between comparisons of the number available: one small exchange per WINDOW steps.
 WINDOW = 8
 
 
-def lockstep(batches: Iterable[Any]) -> Iterator[Any]:
+def lockstep(batches: Iterable[T]) -> Iterator[T]:
     """Yield this rank's batches as long as every rank has one. Every rank must iterate.
 
     Otherwise, ranks with more data would wait in their next collective for a rank whose data have ended. Their
@@ -28,7 +29,7 @@ def lockstep(batches: Iterable[Any]) -> Iterator[Any]:
     """
     source = iter(batches)
     exchange = cluster.exchange()
-    ready: list[Any] = []
+    ready: list[T] = []
 
     def read() -> int:
         ready[:] = itertools.islice(source, WINDOW)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hvdkit import cluster
 from hvdkit.checkpoint.saving import SaveProgress
@@ -53,14 +53,14 @@ def check_messages(messages: Sequence[SessionMessage], *, stop_on_nonfinite: boo
             raise NonFiniteError(describe("loss", got, "a finite number", remedy))
 
 
-def agree_on_arguments(options: Mapping[str, Any], data: Any) -> None:
+def agree_on_arguments(options: Mapping[str, object], data: object) -> None:
     """Compare the options passed on all ranks, and the data if they have a fingerprint. Every rank must call it.
 
     Raises:
         CollectiveMismatchError: options or data differ; the message names the lowest such rank and the option or part
             of the data.
     """
-    fingerprint: Callable[[], Mapping[str, Any]] = getattr(data, "fingerprint", dict)
+    fingerprint: Callable[[], Mapping[str, object]] = getattr(data, "fingerprint", dict)
     ranks = gather(cluster.exchange(), "Supervisor(...)", lambda: (dict(options), fingerprint()))
     for name in options:
         values = [rank_options[name] for rank_options, _ in ranks]
@@ -69,7 +69,7 @@ def agree_on_arguments(options: Mapping[str, Any], data: Any) -> None:
     compare([rank_fingerprint for _, rank_fingerprint in ranks], "data", remedy, show=_differing_data)
 
 
-def _differing_data(odd: Mapping[str, Any], usual: Mapping[str, Any]) -> tuple[str, str]:
+def _differing_data(odd: Mapping[str, object], usual: Mapping[str, object]) -> tuple[str, str]:
     names = [name for name in {**usual, **odd} if odd.get(name) != usual.get(name)]
     return f"other {', '.join(names)}", "the same data"
 

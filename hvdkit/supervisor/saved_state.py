@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import numbers
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import keras
@@ -26,7 +26,7 @@ class RandomGenerators:
     ``tf.random.Generator`` instead.
     """
 
-    def checkpoint_state(self) -> dict[str, Any]:
+    def checkpoint_state(self) -> dict[str, object]:
         """Return the generators by name."""
         generators = {"python": random, "numpy": np.random, "keras": global_seed_generator()}
         with contextlib.suppress(RuntimeError):  # enable_op_determinism forbids an unset generator
@@ -47,7 +47,7 @@ class Position:
         self.step = 0
         self._source = data
         self._data = data if hasattr(data, "state") and hasattr(data, "restore") else None
-        self._data_state: Any = None if self._data is None else self._data.state
+        self._data_state: object = None if self._data is None else self._data.state
 
     @property
     def examples_per_step(self) -> float | None:
@@ -67,11 +67,11 @@ class Position:
             self._data_state = self._data.state_at(self.step) if prefetched else self._data.state
 
     @property
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """The state to save in the manifest."""
         return {"global_step": self.step, "data": self._data_state}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, object]) -> None:
         """Restore a saved position. Raises CorruptCheckpointError if it is none."""
         step = state.get("global_step") if isinstance(state, dict) else state
         if type(step) is not int or step < 0 or "data" not in state:
@@ -84,7 +84,7 @@ class Position:
             self._data_state = state["data"]
 
 
-def to_float(name: str, value: Any) -> float:
+def to_float(name: str, value: object) -> float:
     """Convert a value passed to ``step`` to a float. Raises TypeError with its name if it is not a number."""
     try:
         return float(np.asarray(value).item())
@@ -94,7 +94,7 @@ def to_float(name: str, value: Any) -> float:
         raise TypeError(describe(f"step({name}=...)", got, "one number", remedy)) from error
 
 
-def check_intervals(steps: Mapping[str, Any], save_model_secs: Any) -> None:
+def check_intervals(steps: Mapping[str, object], save_model_secs: object) -> None:
     """Raise if an argument of the Supervisor is neither a number of steps or checkpoints >= 1 nor None."""
     for name, value in steps.items():
         if value is not None:
@@ -109,8 +109,12 @@ def check_intervals(steps: Mapping[str, Any], save_model_secs: Any) -> None:
 
 
 def state_to_save(
-    model: Any, optimizer: Any, variables: Any, extra: Any, position: Position
-) -> Callable[[], dict[str, Any]]:
+    model: keras.Model | None,
+    optimizer: keras.optimizers.Optimizer | None,
+    variables: AnyVariable | Iterable[AnyVariable],
+    extra: Mapping[str, object] | None,
+    position: Position,
+) -> Callable[[], dict[str, object]]:
     """Return a function that returns the state to save, under the keys used to restore it.
 
     Raises:
@@ -133,7 +137,9 @@ def state_to_save(
     return lambda: {**passed, "random": RandomGenerators(), "position": position}
 
 
-def built_optimizer(model: Any, optimizer: Any) -> Any:
+def built_optimizer(
+    model: keras.Model | None, optimizer: keras.optimizers.Optimizer | None
+) -> keras.optimizers.Optimizer | None:
     """Return the optimizer to save, after building it; by default the one that ``model`` was compiled with."""
     if optimizer is None:
         optimizer = getattr(model, "optimizer", None)
@@ -148,13 +154,13 @@ def built_optimizer(model: Any, optimizer: Any) -> Any:
     return optimizer
 
 
-def current_rate(optimizer: Any) -> float | None:
+def current_rate(optimizer: keras.optimizers.Optimizer | None) -> float | None:
     """Return the learning rate that ``optimizer`` keeps in a variable; None if it uses a schedule."""
     rate = getattr(getattr(optimizer, "inner_optimizer", optimizer), "_learning_rate", None)
     return float(np.asarray(rate)) if isinstance(rate, keras.Variable) else None
 
 
-def variables_of_ranks(state: Mapping[str, Any]) -> list[AnyVariable]:
+def variables_of_ranks(state: Mapping[str, object]) -> list[AnyVariable]:
     """Return the variables of which each rank saves its own value.
 
     They are moving statistics, accumulated gradients, and states of random generators.

@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from hvdkit import cluster
 from hvdkit.checkpoint.files import RunPath
@@ -54,7 +53,7 @@ class Saver:
     def __init__(
         self,
         folder: RunPath,
-        state: Callable[[], Mapping[str, Any]],
+        state: Callable[[], Mapping[str, object]],
         *,
         max_to_keep: int | None,
         keep_every: int | None,

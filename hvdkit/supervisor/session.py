@@ -124,7 +124,7 @@ class Supervisor:
         optimizer: keras.optimizers.Optimizer | None = None,
         data: Iterable[object] | DataPosition | ArrayPosition | None = None,
         variables: Iterable[AnyVariable] = (),
-        state: Mapping[str, Any] | None = None,
+        state: Mapping[str, object] | None = None,
         save_model_secs: float | None = 600,
         save_steps: int | None = None,
         max_to_keep: int | None = 5,
@@ -287,7 +287,7 @@ class Supervisor:
                 return
             yield batch
 
-    def step(self, **scalars: Any) -> None:
+    def step(self, **scalars: npt.ArrayLike) -> None:
         """Record the end of a step. Every rank must call it after every step.
 
         Args:
@@ -301,7 +301,7 @@ class Supervisor:
         """
         self.advance(1, scalars)
 
-    def advance(self, steps: int, scalars: Mapping[str, Any], *, prefetched: bool = False) -> None:
+    def advance(self, steps: int, scalars: Mapping[str, object], *, prefetched: bool = False) -> None:
         """Record several more steps, whose data may have been prefetched; for callbacks. See ``step``.
 
         Args:
@@ -331,7 +331,7 @@ class Supervisor:
         if (saves := crosses(self._save_steps, before, now)) or self._agreements.pace.due(now):
             self._agreements.agree(now, saves=saves)
 
-    def summary(self, **scalars: Any) -> None:
+    def summary(self, **scalars: npt.ArrayLike) -> None:
         """Write the chief's scalars at the current step; other ranks do nothing.
 
         Args:

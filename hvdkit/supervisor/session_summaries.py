@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy.typing as npt
 
@@ -39,7 +38,7 @@ class SessionSummaries:
         if cluster.is_chief():
             self._writer = open_summaries(self._folder, resume_at=self._position.step)
 
-    def scalars(self, **scalars: Any) -> None:
+    def scalars(self, **scalars: npt.ArrayLike) -> None:
         """Write the chief's scalars."""
         if self._writer is not None:
             self._writer.scalars(self._position.step, **scalars)
@@ -54,7 +53,7 @@ class SessionSummaries:
         if self._writer is not None:
             self._writer.image(self._position.step, name, images)
 
-    def write_means(self, scalars: Mapping[str, Any]) -> None:
+    def write_means(self, scalars: Mapping[str, object]) -> None:
         """Write the means of scalars over ranks. Every rank calls it."""
         ranks = agree_on_scalars(lambda: {name: to_float(name, value) for name, value in scalars.items()})
         self.scalars(**{name: math.fsum(values[name] for values in ranks) / len(ranks) for name in scalars})

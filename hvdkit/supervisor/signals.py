@@ -13,12 +13,13 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import TypeAlias
 
 from hvdkit.watchdog.lines import write_line
 
 # EX_TEMPFAIL of sysexits.h, "the user is invited to retry": the run was requested to stop, has saved, and resumes when
 # the same command is started again. Distinct from 0 (training finished), 1 (error) and 128 + n (killed by a signal).
+Handler: TypeAlias = "Callable[[int, FrameType | None], object] | int | None"  # of a signal
 PREEMPTED = 75
 
 # A rank may receive a request twice. A batch system signals both the ranks and mpirun, and Open MPI's mpirun sends the
@@ -57,7 +58,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
-        self._previous: dict[signal.Signals, Any] = {}
+        self._previous: dict[signal.Signals, Handler] = {}
         self._requests = _StopRequests()
         self._thread_requests = _StopRequests()
         self._wakeup_thread: _WakeupThread | None = None
@@ -101,7 +102,7 @@ class StopSignals:
             _ACTIVE.remove(self)
 
 
-def _may_handle(number: signal.Signals, previous: Any) -> bool:
+def _may_handle(number: signal.Signals, previous: Handler) -> bool:
     if previous is None or previous == signal.SIG_IGN:
         return False
     return number != signal.SIGUSR1 or previous == signal.SIG_DFL

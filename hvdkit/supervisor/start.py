@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from hvdkit import cluster
 from hvdkit.checkpoint.files import RunPath
@@ -26,7 +25,9 @@ def prepare_folder(folder: RunPath, *, gather: bool) -> None:
     run_on_chief("a folder without remains", lambda: tidy(folder))
 
 
-def restore_or_initialize(folder: RunPath, state: Callable[[], Mapping[str, Any]], *, gather: bool) -> RunPath | None:
+def restore_or_initialize(
+    folder: RunPath, state: Callable[[], Mapping[str, object]], *, gather: bool
+) -> RunPath | None:
     """Restore and return the newest valid checkpoint in ``folder``, or broadcast the chief's values and return None.
 
     Whatever is named like a step and cannot be restored is damaged: it is skipped with a warning.
@@ -58,7 +59,7 @@ def restore_or_initialize(folder: RunPath, state: Callable[[], Mapping[str, Any]
     return None
 
 
-def _restore(path: RunPath, state: Mapping[str, Any], gather: bool) -> None:
+def _restore(path: RunPath, state: Mapping[str, object], gather: bool) -> None:
     restore(path, state, gather=gather)
     position = state.get("position")
     if isinstance(position, Position) and position.step != step_of(path):  # equal on all ranks

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -22,6 +22,7 @@ from hvdkit.supervisor.lock import (
     HOLDER_BYTES,
     NAME,
     HeldLock,
+    Holder,
     LogdirLock,
     describe_this_run,
     held_by_this_process,
@@ -66,7 +67,7 @@ class StoreLock(HeldLock):
     def __init__(self, logdir: UPath) -> None:
         self._logdir = logdir
         self._path = logdir / NAME
-        self._holder: dict[str, Any] = {}
+        self._holder: Holder = {}
         self._ended = threading.Event()
         self._process: int | None = None
         self._writing = threading.Lock()  # so that the lock is not written again while it is released

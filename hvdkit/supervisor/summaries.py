@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -96,7 +95,7 @@ class Summaries(contextlib.AbstractContextManager["Summaries"]):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def scalars(self, step: int, /, **values: Any) -> None:
+    def scalars(self, step: int, /, **values: npt.ArrayLike) -> None:
         """Write the scalars of ``step`` by name; NaN and infinity are shown as such.
 
         Args:
@@ -290,12 +289,12 @@ def _new_path(folder: Path) -> Path:
     return folder / f"{_PREFIX}{stamp:010d}.{socket.gethostname()}.{os.getpid()}"
 
 
-def _on_host(value: Any) -> np.ndarray:
+def _on_host(value: npt.ArrayLike) -> np.ndarray:
     # np.asarray alone doesn't convert a bfloat16 scalar tensor.
     return np.asarray(value.numpy() if hasattr(value, "numpy") else value)
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: npt.ArrayLike) -> float:
     array = _on_host(value)
     if array.size != 1 or array.dtype.kind in "OSUMmc":
         got = f"shape {array.shape}, {array.dtype}"

@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable
 from functools import cache
 from types import FrameType
-from typing import Any
 
 from hvdkit.watchdog.lines import flush_streams
 
@@ -71,7 +70,7 @@ class Ending:
         self.line = ""
         self._release: Callable[[], None] | None = None
         self._pid = 0
-        self._before: Any = None
+        self._before: Callable[[int, FrameType | None], object] | int | None = None
         self._timer = _NativeTimer()
         self._releasing: threading.Thread | None = None
 

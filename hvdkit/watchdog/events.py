@@ -51,7 +51,7 @@ def _types(name: str) -> dict[str, Any]:
     return get_type_hints(Message.kinds[name])
 
 
-def _read(value: Any, kind: Any) -> Any:
+def _read(value: Any, kind: Any) -> object:
     """Convert a JSON value to type ``kind``. Raises TypeError for values of other types."""
     if type(value) is kind:
         return value
@@ -375,7 +375,7 @@ class Welcome(Message):
 
     heartbeat: float
     interval: float
-    program: dict[str, Any] | None = None
+    program: dict[str, object] | None = None
     measures: bool = False
 
 

@@ -14,9 +14,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from types import CodeType
+from typing import TYPE_CHECKING, cast
 
 from hvdkit.errors import printable
 from hvdkit.watchdog.events import Raised
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 LONGEST_TEXT = 60_000
 """Characters of a traceback that a rank sends at most: the last ones."""
@@ -142,7 +146,9 @@ def with_cause_first(error: Exception, rank: int) -> Exception:
     names = {kind.__name__ for kind in type(error).__mro__}
     if "OpError" not in names or not text.startswith("Graph execution error"):
         return error
-    explained = type(error)(error.node_def, error.op, f"rank {rank}: {cause_of(error)}\n\n{text}")  # type: ignore
+    of_graph = cast("tf.errors.OpError", error)
+    message = f"rank {rank}: {cause_of(error)}\n\n{text}"
+    explained: Exception = type(of_graph)(of_graph.node_def, of_graph.op, message)
     return explained.with_traceback(error.__traceback__)
 
 

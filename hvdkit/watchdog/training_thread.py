@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
-from typing import Any
 
 from hvdkit.watchdog.events import Stacks
 from hvdkit.watchdog.flight_recorder import FlightRecorder, memory_file
@@ -29,8 +28,9 @@ class TrainingThread:
     @property
     def exception(self) -> BaseException | None:
         """The exception that it is handling, or None."""
-        error: Any = sys._current_exceptions().get(self._ident)
-        return error[1] if isinstance(error, tuple) else error  # a tuple before Python 3.12
+        error: object = sys._current_exceptions().get(self._ident)
+        error = error[1] if isinstance(error, tuple) else error  # a tuple before Python 3.12
+        return error if isinstance(error, BaseException) else None
 
     def stacks(self, recorder: FlightRecorder, busy_reason: str | None, doing: str) -> Stacks:
         """Return the last activity of this rank, and the Python stacks of all its threads.

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable
 from functools import cache
 from types import TracebackType
-from typing import Any
 
 from hvdkit.errors import SEE, HvdkitError, see
 from hvdkit.watchdog.ending import Exit, end_process, ending, is_interrupt, is_victim
@@ -44,7 +43,7 @@ class UncaughtErrors:
         self._reporter = reporter
         self._rank = 0
         self._abort: Callable[[int], None] | None = None
-        self._before: tuple[Any, ...] = ()
+        self._before: tuple[Callable[..., object], ...] = ()
 
     def install(self, rank: int, release: Callable[[], None], abort: Callable[[int], None] | None) -> None:
         """Start reporting failures of this rank.

@@ -158,9 +158,10 @@ def installed_facts() -> dict[str, str] | None:
     """Return the facts of the installed Horovod, or None if hvdkit did not build it."""
     record = Path(sysconfig.get_path("platlib"), "horovod", "hvdkit_build.json")
     try:
-        return json.loads(record.read_text(encoding="utf-8"))
+        facts: dict[str, str] = json.loads(record.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+    return facts
 
 
 def _build(config: BuildHorovod, inputs: BuildInputs, entry: Path, log: Path, progress: BuildProgress) -> Path:

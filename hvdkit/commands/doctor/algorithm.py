@@ -18,7 +18,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -38,13 +37,13 @@ def main() -> None:
         result = np.empty_like(values)
         world.Allreduce(values, result)
         inputs = world.gather(values)
-        if world.rank == 0:
+        if inputs is not None:  # on rank 0
             algorithms[nbytes] = detect_algorithm(inputs, result)
     if world.rank == 0:
         print("hvdkit-algorithm " + json.dumps(algorithms), flush=True)
 
 
-def detect_algorithm(inputs: Any, result: np.ndarray) -> str:
+def detect_algorithm(inputs: Sequence[np.ndarray], result: np.ndarray) -> str:
     """Return the name of the algorithm that computes ``result`` as the sum of ``inputs``.
 
     Args:
@@ -77,7 +76,7 @@ def detect_algorithm(inputs: Any, result: np.ndarray) -> str:
     return "ring" if all(starts) and len(set.union(*starts)) == RANKS else "another"
 
 
-def _chain(inputs: Any, order: Sequence[int] | np.ndarray) -> np.ndarray:
+def _chain(inputs: Sequence[np.ndarray], order: Sequence[int] | np.ndarray) -> np.ndarray:
     total = inputs[order[0]]
     for rank in order[1:]:
         total = total + inputs[rank]

@@ -13,12 +13,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from hvdkit.machine.cores import available_cores
 from hvdkit.machine.environment import outside_a_job
 from hvdkit.machine.mpi import Mpi, MpiLauncher, find_mpirun, find_program, identify
 from hvdkit.machine.subprocesses import Outcome, end_all, run
+
+Report: TypeAlias = Mapping[str, Any]  # of a stage of probe.py, from JSON
 
 DISTRIBUTIONS = (
     "tensorflow",
@@ -37,11 +39,11 @@ DISTRIBUTIONS = (
 class Probe:
     """The reports of the stages of ``probe.py``, and the first stage that crashed or hung, if any."""
 
-    stages: Mapping[str, Mapping[str, Any]]
+    stages: Mapping[str, Report]
     failed_stage: str | None
     outcome: Outcome
 
-    def __getitem__(self, stage: str) -> Mapping[str, Any]:
+    def __getitem__(self, stage: str) -> Report:
         return self.stages.get(stage, {})
 
     def loaded(self, stage: str) -> bool:
@@ -134,7 +136,7 @@ def _alone_with_prefix(alone: Probe, mpi4py: Probe, timeout: float) -> Probe | N
     return probe(["alone"], timeout, env={"OPAL_PREFIX": mpi_prefix(mpi4py["mpi4py"])})
 
 
-def mpi_prefix(stage: Mapping[str, Any]) -> str:
+def mpi_prefix(stage: Report) -> str:
     """Return the prefix of the stage's MPI library: ``/usr/local`` for ``/usr/local/lib/libmpi.so.40``."""
     paths = stage.get("libmpi") or [sys.prefix + "/lib/libmpi.so"]
     return str(Path(paths[0]).parent.parent)

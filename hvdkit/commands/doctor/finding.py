@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 Status = Literal["ok", "note", "warning", "problem"]
 
@@ -29,7 +30,7 @@ class Finding:
     status: Status
     what: str
     remedy: str = ""
-    details: dict[str, Any] = field(default_factory=dict)
+    details: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.status in ("warning", "problem") and not self.remedy:

@@ -12,12 +12,11 @@ import importlib.metadata
 import importlib.util
 import json
 import sys
-from typing import Any
 
 from hvdkit.machine.mpi import loaded_libraries, tensorflow_exports_hwloc
 
 
-def tensorflow() -> dict[str, Any]:
+def tensorflow() -> dict[str, object]:
     """Report TensorFlow's version, whether it is built for CUDA, its GPUs, and whether it exports hwloc."""
     import tensorflow as tf
 
@@ -29,7 +28,7 @@ def tensorflow() -> dict[str, Any]:
     }
 
 
-def keras() -> dict[str, Any]:
+def keras() -> dict[str, object]:
     """Report version and backend of Keras, and the version of ``tf.keras``."""
     import keras as keras_module
     import tensorflow as tf
@@ -43,7 +42,7 @@ def keras() -> dict[str, Any]:
     }
 
 
-def horovod() -> dict[str, Any]:
+def horovod() -> dict[str, object]:
     """Load Horovod's TensorFlow engine; report the features that it was built with, and the MPI that it loads."""
     before = loaded_libraries()
     import horovod.tensorflow as hvd
@@ -59,7 +58,7 @@ def horovod() -> dict[str, Any]:
     }
 
 
-def mpi4py() -> dict[str, Any]:
+def mpi4py() -> dict[str, object]:
     """Load ``mpi4py.MPI`` without starting MPI, and report the MPI library that it loads."""
     before = loaded_libraries()
     import mpi4py as package
@@ -75,7 +74,7 @@ def mpi4py() -> dict[str, Any]:
     }
 
 
-def alone() -> dict[str, Any]:
+def alone() -> dict[str, object]:
     """Start and finalize MPI in this process without a launcher, through mpi4py's library."""
     import mpi4py as package
 
@@ -88,7 +87,7 @@ def alone() -> dict[str, Any]:
     return {"size": size}
 
 
-def _loaded_since(before: list[str]) -> dict[str, Any]:
+def _loaded_since(before: list[str]) -> dict[str, object]:
     """Report the MPI libraries in this process, and the version string of the first new one."""
     now = loaded_libraries()
     new = [path for path in now if path not in before]

@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from typing import Any
+from collections.abc import Callable
 
 import hvdkit as hk  # before keras: a launched rank must load TensorFlow and MPI in this order
 
 # isort: split
 import keras
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 ROWS = 10
@@ -48,7 +49,7 @@ def _sharded_table() -> None:
     optimizer = hk.DistributedOptimizer(keras.optimizers.Adagrad(0.1), op=hk.Sum)
 
     @tf.function
-    def step(ids: Any) -> None:
+    def step(ids: tf.Tensor) -> None:
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(table(ids))
         optimizer.apply(tape.gradient(loss, table.trainable_variables), table.trainable_variables)
@@ -86,7 +87,7 @@ def fit() -> None:
     """Train a Keras program with ``hk.fit`` on all ranks, and with Keras's ``fit`` in each process."""
     images, labels = _images(0)
 
-    def trained(call: Any) -> Any:
+    def trained(call: Callable[..., keras.callbacks.History]) -> tuple[keras.Model, dict[str, list[float]]]:
         keras.utils.set_random_seed(2)
         model = _network()
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -143,7 +144,7 @@ def _images(seed: int) -> tuple[np.ndarray, np.ndarray]:
     return rng.normal(size=(13, 8, 8, 1)).astype("float32"), rng.integers(0, 10, 13)
 
 
-def _check_equal(what: str, found: Any, expected: Any, tolerance: float = 1e-5) -> None:
+def _check_equal(what: str, found: npt.ArrayLike | None, expected: npt.ArrayLike, tolerance: float = 1e-5) -> None:
     difference = float(np.max(np.abs(np.asarray(found) - np.asarray(expected))))
     if not difference <= tolerance:
         raise AssertionError(f"{what}: differs by {difference:.3g} from one process, expected at most {tolerance:g}")

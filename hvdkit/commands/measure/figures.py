@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hvdkit._version import __version__
 from hvdkit.commands.measure.measurements import RankMeasurement, round_seconds, slowest_steps
@@ -80,7 +80,7 @@ def as_table(config: Bench, jobs: Sequence[Sequence[RankMeasurement]]) -> str:
     return "\n".join(lines)
 
 
-def as_json(config: Bench, jobs: Sequence[Sequence[RankMeasurement]]) -> dict[str, Any]:
+def as_json(config: Bench, jobs: Sequence[Sequence[RankMeasurement]]) -> dict[str, object]:
     """Return the results for JSON; docs/profiling.md documents the keys."""
     return {
         "format_version": FORMAT_VERSION,

@@ -7,12 +7,11 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from hvdkit.cluster.log_filter import CHATTER
 from hvdkit.commands.measure import worker
 from hvdkit.commands.measure.config import MeasureOptions
-from hvdkit.commands.measure.measurements import MeasureRequest, RankMeasurement
+from hvdkit.commands.measure.measurements import Document, MeasureRequest, RankMeasurement
 from hvdkit.commands.run import restarts
 from hvdkit.commands.run.job import prepare
 from hvdkit.commands.run.output import OutputWriter
@@ -46,7 +45,7 @@ def measure_ranks(
 
 def launch(
     config: MeasureOptions, program: Sequence[str], variables: Mapping[str, str], np: int | None = None
-) -> tuple[int, list[dict[str, Any]] | None]:
+) -> tuple[int, list[Document] | None]:
     """Run ``program`` on all ranks; return its exit code, and the results printed by the chief, if any."""
     job = prepare(config.run_config(np), program, variables)
     output = ResultsFilter({1: sys.stdout.buffer, 2: sys.stderr.buffer})
@@ -57,7 +56,7 @@ def launch(
 class ResultsFilter(OutputWriter):
     """Writes the output of all ranks, except the chief's line of results, which it reads."""
 
-    results: list[dict[str, Any]] | None = None
+    results: list[Document] | None = None
 
     def select(self, data: bytes) -> bytes:
         """Return the lines without the results and known noise."""

@@ -8,10 +8,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from hvdkit._version import __version__
 from hvdkit.cluster.tuned import FORMAT_VERSION, invalid_file, read_file
+
+Document: TypeAlias = dict[str, Any]  # the fields of a dataclass of measurements, as JSON
 
 BUCKET = "HVDKIT_BUCKET_BYTES"
 CYCLE = "HOROVOD_CYCLE_TIME"
@@ -99,7 +101,7 @@ class RankMeasurement:
     exchanges: Sequence[TimedAllreduce]
 
     @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> RankMeasurement:
+    def from_json(cls, document: Document) -> RankMeasurement:
         """Return the measurement from JSON of ``asdict()``."""
         return cls(**_with_types(document))
 
@@ -197,7 +199,7 @@ class Measurements:
             raise invalid_file(path, f"lacks a part ({error})") from None
 
 
-def _with_types(document: Mapping[str, Any]) -> dict[str, Any]:
+def _with_types(document: Document) -> Document:
     """Return fields from JSON, in which named tuples are lists."""
     gradients = tuple(Gradient(*row) for row in document["gradients"])
     exchanges = tuple(TimedAllreduce(*row) for row in document["exchanges"])

@@ -17,12 +17,16 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING
 
 import hvdkit as hk
 from hvdkit.cluster.progress import progress
 from hvdkit.commands.measure.measurements import BUCKET, Gradient, MeasureRequest, RankMeasurement, TimedAllreduce
-from hvdkit.commands.measure.workloads import Workload, measure, optimizer, train_step, workload
+from hvdkit.commands.measure.workloads import Inputs, Workload, measure, optimizer, train_step, workload
+
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
 
 # Starts the line of results.
 MARK = "hvdkit-bench: "
@@ -83,7 +87,7 @@ def _time_compute(work: Workload, request: MeasureRequest) -> list[float]:
     return measure(train_step(work, optimizer(request.optimizer)), work.batches(), steps, request.warm_up)
 
 
-def _matmul() -> Any:
+def _matmul() -> tf.types.experimental.PolymorphicFunction:
     """Return a step that only computes: its time shows whether other ranks compete for this rank's cores."""
     import tensorflow as tf
 
@@ -92,7 +96,10 @@ def _matmul() -> Any:
 
 
 def _time_steps(
-    steps: Sequence[Any], work: Workload, request: MeasureRequest, each: Callable[[int], None]
+    steps: Sequence[tf.types.experimental.PolymorphicFunction],
+    work: Workload,
+    request: MeasureRequest,
+    each: Callable[[int], None],
 ) -> list[list[list[float]]]:
     """Return the seconds of steps by bucket and round; ``each`` is called after every step."""
     for nbytes, step in zip(request.buckets, steps, strict=True):
@@ -107,17 +114,19 @@ def _time_steps(
     return seconds
 
 
-def traffic(step: Any, work: Workload, distributed: Any) -> tuple[int, int]:
+def traffic(
+    step: tf.types.experimental.PolymorphicFunction, work: Workload, distributed: keras.optimizers.Optimizer
+) -> tuple[int, int]:
     """Return the number of collectives in a step, and the bytes that this rank passes to them. Every rank calls it.
 
     Sizes that depend on the batch, such as the number of rows that ranks request, are measured on one batch.
     """
     import tensorflow as tf
 
-    def collectives(graph: Any) -> list[Any]:
+    def collectives(graph: tf.Graph) -> list[tf.Operation]:
         return [op for op in graph.get_operations() if op.type.startswith("Horovod")]
 
-    def inputs_of(op: Any) -> list[Any]:
+    def inputs_of(op: tf.Operation) -> list[tf.Tensor]:
         return [tensor for tensor in op.inputs if tensor.dtype.is_floating or tensor.dtype.is_integer]
 
     ops = collectives(step.get_concrete_function(*work.data[0]).graph)
@@ -128,7 +137,7 @@ def traffic(step: Any, work: Workload, distributed: Any) -> tuple[int, int]:
     plain = train_step(work, distributed).python_function
 
     @tf.function
-    def counted(inputs: Any, labels: Any) -> Any:
+    def counted(inputs: Inputs, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         loss = plain(inputs, labels)
         tensors = [tensor for op in collectives(tf.compat.v1.get_default_graph()) for tensor in inputs_of(op)]
         sent = [tf.size(tensor, tf.int64) * tensor.dtype.size for tensor in tensors]

@@ -15,14 +15,16 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, SupportsFloat, TypeAlias, get_args
 
 from hvdkit.errors import describe, integer
 
 if TYPE_CHECKING:
     import keras
+    import numpy as np
     import tensorflow as tf
 
+Inputs: TypeAlias = "tf.Tensor | dict[str, tf.Tensor]"
 ModelName = Literal["mlp", "cifar10", "resnet50", "vgg16", "recommender"]
 OptimizerName = Literal["sgd", "momentum", "adagrad", "adam"]
 MODELS: tuple[str, ...] = get_args(ModelName)
@@ -57,10 +59,10 @@ class Workload:
     """
 
     model: keras.Model
-    loss: Callable[[Any, Any], tf.Tensor]
-    data: tuple[tuple[Any, Any], ...]
+    loss: Callable[[Inputs, tf.Tensor], tf.Tensor]
+    data: tuple[tuple[Inputs, tf.Tensor], ...]
 
-    def batches(self) -> Iterator[tuple[Any, Any]]:
+    def batches(self) -> Iterator[tuple[Inputs, tf.Tensor]]:
         """Yield this rank's batches, repeated endlessly."""
         return itertools.cycle(self.data)
 
@@ -128,7 +130,7 @@ def optimizer(name: str, learning_rate: float = 0.01) -> keras.optimizers.Optimi
     return keras.optimizers.get({"class_name": name, "config": {"learning_rate": learning_rate}})
 
 
-def train_step(work: Workload, optimizer: keras.optimizers.Optimizer) -> Any:
+def train_step(work: Workload, optimizer: keras.optimizers.Optimizer) -> tf.types.experimental.PolymorphicFunction:
     """Return a compiled training step, a ``tf.function`` from inputs and labels to the loss.
 
     Args:
@@ -140,7 +142,7 @@ def train_step(work: Workload, optimizer: keras.optimizers.Optimizer) -> Any:
     variables = work.model.trainable_variables
 
     @tf.function(reduce_retracing=True)
-    def step(inputs: Any, labels: Any) -> Any:
+    def step(inputs: Inputs, labels: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
             loss = work.loss(inputs, labels)
         optimizer.apply(tape.gradient(loss, variables), variables)
@@ -150,8 +152,8 @@ def train_step(work: Workload, optimizer: keras.optimizers.Optimizer) -> Any:
 
 
 def measure(
-    step: Callable[..., Any],
-    batches: Iterable[tuple[Any, ...]],
+    step: Callable[..., SupportsFloat],
+    batches: Iterable[tuple[object, ...]],
     steps: int,
     warm_up: int = 8,
     each: Callable[[int], None] = lambda number: None,
@@ -186,7 +188,7 @@ def measure(
 # ---- the models -----------------------------------------------------------------------------------------------
 
 
-def _mlp(batch: int, rng: Any) -> Workload:
+def _mlp(batch: int, rng: np.random.Generator) -> Workload:
     """Return a network with 25 million weights in layers of 2048: little computation relative to its gradients."""
     import keras
 
@@ -195,7 +197,7 @@ def _mlp(batch: int, rng: Any) -> Workload:
     return _classifier(batch, rng, model)
 
 
-def _cifar10(batch: int, rng: Any) -> Workload:
+def _cifar10(batch: int, rng: np.random.Generator) -> Workload:
     """Return the network of TensorFlow's CIFAR-10 tutorial, 1,068,298 weights; models/cifar10.py trains it."""
     import keras
     import tensorflow as tf
@@ -223,7 +225,7 @@ def _cifar10(batch: int, rng: Any) -> Workload:
     return _classifier(batch, rng, keras.Sequential([keras.Input((24, 24, 3)), *layers]))
 
 
-def _application(batch: int, rng: Any, *, name: str) -> Workload:
+def _application(batch: int, rng: np.random.Generator, *, name: str) -> Workload:
     """Return ResNet-50 or VGG-16 from keras.applications, for small images and ten classes."""
     import keras
 
@@ -232,14 +234,14 @@ def _application(batch: int, rng: Any, *, name: str) -> Workload:
     return _classifier(batch, rng, model)
 
 
-def _classifier(batch: int, rng: Any, model: keras.Model) -> Workload:
+def _classifier(batch: int, rng: np.random.Generator, model: keras.Model) -> Workload:
     """Return a classification workload with random inputs and ten classes."""
     import tensorflow as tf
 
     inputs = tf.constant(rng.normal(size=(batch, *model.input_shape[1:])), tf.float32)
     labels = tf.constant(rng.integers(0, 10, batch), tf.int32)
 
-    def loss(inputs: Any, labels: Any) -> Any:
+    def loss(inputs: Inputs, labels: tf.Tensor) -> tf.Tensor:
         logits = model(inputs, training=True)
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
         return tf.add_n([tf.reduce_mean(losses), *model.losses])
@@ -247,7 +249,7 @@ def _classifier(batch: int, rng: Any, model: keras.Model) -> Workload:
     return Workload(model, loss, ((inputs, labels),))
 
 
-def _recommender(batch: int, rng: Any) -> Workload:
+def _recommender(batch: int, rng: np.random.Generator) -> Workload:
     """Return a click model: an embedding for each of 26 ids, dense inputs, and a small network on top."""
     import keras
     import numpy as np
@@ -264,11 +266,11 @@ def _recommender(batch: int, rng: Any) -> Workload:
     top = keras.layers.Dense(1)(keras.layers.Dense(64, "relu")(keras.layers.Dense(128, "relu")(features)))
     model = keras.Model({**ids, "numbers": numbers}, top)
 
-    def loss(inputs: Any, labels: Any) -> Any:
+    def loss(inputs: Inputs, labels: tf.Tensor) -> tf.Tensor:
         logits = model(inputs, training=True)
         return tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(labels=labels, logits=logits))
 
-    def random_batch() -> tuple[Any, Any]:
+    def random_batch() -> tuple[Inputs, tf.Tensor]:
         # A few ids are frequent, spread over all rows, as in real logs.
         drawn = (rng.zipf(ZIPF, size=(TABLES, batch)) * 2_654_435_761) % ROWS
         inputs = {f"c{i}": tf.constant(column, tf.int64) for i, column in enumerate(drawn)}
@@ -278,14 +280,15 @@ def _recommender(batch: int, rng: Any) -> Workload:
     return Workload(model, loss, tuple(random_batch() for _ in range(_DISTINCT_BATCHES)))
 
 
-def _bytes(variable: Any) -> int:
+def _bytes(variable: keras.Variable) -> int:
     import numpy as np
     import tensorflow as tf
 
-    return int(np.prod(variable.shape)) * tf.as_dtype(variable.dtype).size
+    item: int = tf.as_dtype(variable.dtype).size
+    return int(np.prod(variable.shape)) * item
 
 
-_BUILDERS: dict[str, Callable[[int, Any], Workload]] = {
+_BUILDERS: dict[str, Callable[[int, np.random.Generator], Workload]] = {
     "mlp": _mlp,
     "cifar10": _cifar10,
     "resnet50": functools.partial(_application, name="ResNet50"),

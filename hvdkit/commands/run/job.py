@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from hvdkit.commands.run.config import RunConfig
 from hvdkit.commands.run.engine_choice import EngineFacts, choose
@@ -153,7 +152,7 @@ class Job:
         good = [answer for answer in answers if answer.problem is None]
         return (network(good, self.config.interface) if good else THIS_HOST), answers
 
-    def program(self, command: Sequence[str], rank: int) -> dict[str, Any]:
+    def program(self, command: Sequence[str], rank: int) -> dict[str, object]:
         """Return the program for the sentinel of a rank: ``command``, its environment and its terminal."""
         added = {name: self.environment[name] for name in self.config.env} if self.sends_variables else {}
         added |= {} if self.function is None else self.function.variables

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from hvdkit.commands.run import host_probe
 from hvdkit.errors import ClusterError, describe
@@ -51,7 +50,7 @@ class Answer:
 
     host: str
     problem: str | None = None
-    addresses: Mapping[str, Any] = field(default_factory=dict)
+    addresses: Mapping[str, Sequence[Sequence[str | None]]] = field(default_factory=dict)
     client: str = ""
     server: str = ""
 

@@ -12,9 +12,13 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from hvdkit.commands.run.ray_job import RayLaunch
+
+if TYPE_CHECKING:
+    from horovod.runner.common.util.hosts import SlotInfo
+    from ray.actor import ActorHandle
 
 
 class RankActor:
@@ -73,7 +77,7 @@ def _exit(number: int, frame: FrameType | None) -> NoReturn:
     sys.exit(128 + number)
 
 
-def _actors(launch: RayLaunch) -> list[Any]:
+def _actors(launch: RayLaunch) -> list[ActorHandle]:
     """Return an actor for each rank, each in its bundle of the placement group."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -92,7 +96,7 @@ def _actors(launch: RayLaunch) -> list[Any]:
     return [remote.options(**options, scheduling_strategy=bundle).remote() for bundle in bundles]
 
 
-def _run_ranks(launch: RayLaunch, actors: Sequence[Any], reports: TextIO) -> int:
+def _run_ranks(launch: RayLaunch, actors: Sequence[ActorHandle], reports: TextIO) -> int:
     """Run the ranks in ``actors`` to their ends, and report those that die; return the first code that is not 0."""
     import ray
     from horovod.runner.gloo_run import create_slot_env_vars
@@ -127,7 +131,7 @@ def _run_ranks(launch: RayLaunch, actors: Sequence[Any], reports: TextIO) -> int
     return code
 
 
-def _slots(addresses: Sequence[str]) -> list[tuple[Any, int]]:
+def _slots(addresses: Sequence[str]) -> list[tuple[SlotInfo, int]]:
     """Return Horovod's description of each rank, node by node, and the index of its address."""
     from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy.typing as npt
 
@@ -35,7 +34,7 @@ def needs_extra() -> Iterator[None]:
         raise ImportError(describe("package", f"no {error.name}", "it installed, to read files", remedy)) from error
 
 
-def _require_columns(name: str, value: Mapping[str, Any] | None, columns: Iterable[str] | None) -> None:
+def _require_columns(name: str, value: Mapping[str, object] | None, columns: Iterable[str] | None) -> None:
     if columns is not None and (unknown := set(value or ()) - set(columns)):
         raise ValueError(describe(name, sorted(unknown), f"some of {[*columns]}", "correct the names"))
 
@@ -44,7 +43,7 @@ def parquet(
     paths: Paths,
     columns: Sequence[str] | None = None,
     *,
-    fill: Mapping[str, Any] | None = None,
+    fill: Mapping[str, object] | None = None,
     on_error: OnError = "raise",
 ) -> FileSource:
     """Return the rows of Parquet files, for ``hk.data.GlobalBatches``.
@@ -235,7 +234,7 @@ def delimited(
     *,
     delimiter: str = ",",
     header_lines: int = 0,
-    fill: Mapping[str, Any] | None = None,
+    fill: Mapping[str, object] | None = None,
     expect_final_newline: bool = False,
     on_error: OnError = "raise",
 ) -> FileSource:

@@ -6,11 +6,11 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader
 
+from hvdkit.data.aligned import Nest
 from hvdkit.data.files.formats import BlockRows, FileLayout, require_rows
 from hvdkit.data.files.listing import File
 from hvdkit.data.files.records import BLOCK_BYTES, Parse, Parser, as_objects, in_places, rows_of_blocks
@@ -54,7 +54,7 @@ class ArrayRecordFormat:
                 records = f"records {numbers[0]} to {numbers[-1]}"
                 raise DataError(f"{records} of {file.url} are damaged: {error}") from error
 
-    def take(self, parts: Sequence[BlockRows], rows: int) -> Any:
+    def take(self, parts: Sequence[BlockRows], rows: int) -> Nest:
         return self._parser(in_places(parts, rows))
 
 
@@ -68,7 +68,7 @@ def _require_first_process() -> None:
         raise RuntimeError(describe("array_record", got, "the process that read first", remedy))
 
 
-def _reader(file: OpenFile) -> Any:
+def _reader(file: OpenFile) -> ArrayRecordReader:
     if file.path is None:
         raise DataError(f"{file.file.url}: ArrayRecord files must be local; copy them, or mount the store")
     # The buffer is filled again for each chunk, which has one record if group_size is 1.

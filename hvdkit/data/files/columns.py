@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -11,6 +11,9 @@ import pyarrow.compute as pc
 
 from hvdkit.data.aligned import aligned_empty, tensor_of
 from hvdkit.data.files.formats import BlockRows
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 _NUMBERS = {pa.from_numpy_dtype(code).id for code in "bhilBHILefd"}
 _READ_UNCHANGED = (
@@ -57,10 +60,10 @@ def kind_of(column: pa.DataType) -> str:
 
 
 def _is_list_view(column: pa.DataType) -> bool:
-    return pa.types.is_list_view(column) or pa.types.is_large_list_view(column)
+    return bool(pa.types.is_list_view(column) or pa.types.is_large_list_view(column))
 
 
-def to_numpy(chunks: pa.ChunkedArray, fill: Any) -> np.ndarray | Ragged:
+def to_numpy(chunks: pa.ChunkedArray, fill: object) -> np.ndarray | Ragged:
     """Return a column as arrays.
 
     Args:
@@ -70,7 +73,8 @@ def to_numpy(chunks: pa.ChunkedArray, fill: Any) -> np.ndarray | Ragged:
         TypeError: The type is not supported, or values are missing.
     """
     if chunks.num_chunks == 1 and chunks.type.id in _NUMBERS and not chunks.null_count:
-        return chunks.chunk(0).to_numpy()  # the usual case: the checks below take longer than this
+        values: np.ndarray = chunks.chunk(0).to_numpy()  # the usual case: the checks below take longer than this
+        return values
     arrays = [_to_numpy(chunk, fill) for chunk in chunks.chunks or [pa.nulls(0, chunks.type)]]
     return arrays[0] if len(arrays) == 1 else _joined(arrays)
 
@@ -84,7 +88,7 @@ def _joined(arrays: Sequence[np.ndarray | Ragged]) -> np.ndarray | Ragged:
     return Ragged(np.concatenate(values), np.concatenate([[0], np.cumsum(np.concatenate(lengths))]))
 
 
-def _to_numpy(array: pa.Array, fill: Any) -> np.ndarray | Ragged:
+def _to_numpy(array: pa.Array, fill: object) -> np.ndarray | Ragged:
     kind = array.type
     if isinstance(array, pa.ExtensionArray):
         return _to_numpy(array.storage, fill)
@@ -118,10 +122,11 @@ def _to_numpy(array: pa.Array, fill: Any) -> np.ndarray | Ragged:
         array = array.cast(pa.int64() if kind.bit_width == 64 else pa.int32())
     elif not any(is_kind(kind) for is_kind in _READ_UNCHANGED):
         raise TypeError(f"type {kind}")
-    return array.to_numpy(zero_copy_only=False)
+    values: np.ndarray = array.to_numpy(zero_copy_only=False)
+    return values
 
 
-def _values(lists: pa.Array, fill: Any) -> np.ndarray:
+def _values(lists: pa.Array, fill: object) -> np.ndarray:
     """Return the values of all lists of an array, which must not be lists of any length themselves."""
     values = _to_numpy(lists.flatten(), fill)
     if isinstance(values, Ragged):
@@ -129,7 +134,7 @@ def _values(lists: pa.Array, fill: Any) -> np.ndarray:
     return values
 
 
-def taken_columns(parts: Sequence[BlockRows], rows: int) -> dict[str, Any]:
+def taken_columns(parts: Sequence[BlockRows], rows: int) -> dict[str, np.ndarray | tf.RaggedTensor]:
     """Return a batch of ``rows`` rows of blocks that are dicts of columns."""
     return {
         name: taken([BlockRows(block[name], each, places) for block, each, places in parts], rows)
@@ -137,7 +142,7 @@ def taken_columns(parts: Sequence[BlockRows], rows: int) -> dict[str, Any]:
     }
 
 
-def taken(parts: Sequence[BlockRows], rows: int) -> Any:
+def taken(parts: Sequence[BlockRows], rows: int) -> np.ndarray | tf.RaggedTensor:
     """Return a batch of ``rows`` rows of a column: an array, or a ``tf.RaggedTensor``."""
     if isinstance(parts[0].block, Ragged):
         return _taken_ragged(parts, rows)
@@ -148,7 +153,7 @@ def taken(parts: Sequence[BlockRows], rows: int) -> Any:
     return batch
 
 
-def _taken_ragged(parts: Sequence[BlockRows], rows: int) -> Any:
+def _taken_ragged(parts: Sequence[BlockRows], rows: int) -> tf.RaggedTensor:
     import tensorflow as tf
 
     numbers = np.arange(max(rows, *(len(part.block.splits) for part in parts)))

@@ -8,7 +8,7 @@ import stat
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from hvdkit.cluster.retries import Retries
 from hvdkit.data.files.program_end import pause, require_running
@@ -39,7 +39,8 @@ def filesystem_of(url: str) -> tuple[AbstractFileSystem, str]:
     except ValueError:
         remedy = "correct it, or register a file system with fsspec"
         raise ValueError(describe("paths", url, "a protocol of fsspec, e.g. s3:// or https://", remedy)) from None
-    return fsspec.core.url_to_fs(url)
+    filesystem, name = fsspec.core.url_to_fs(url)
+    return filesystem, name
 
 
 def is_local(filesystem: AbstractFileSystem) -> bool:
@@ -61,7 +62,11 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
 
 
 def retrying(
-    filesystem: AbstractFileSystem, function: Callable[..., T], *arguments: Any, patience: float = 1, **options: Any
+    filesystem: AbstractFileSystem,
+    function: Callable[..., T],
+    *arguments: object,
+    patience: float = 1,
+    **options: object,
 ) -> T:
     """Call a function of a file system. A server is asked several times with growing pauses if it fails.
 
@@ -76,7 +81,7 @@ def retrying(
         options["timeout"] = seconds
     retries = Retries(_may_pass, 2 * seconds, _FIRST_WAIT, LONGEST_WAIT, attempts=_ATTEMPTS, sleep=pause)
     try:
-        return retries.call(_answer, function, *arguments, **options)
+        return retries.call(lambda: _answer(function, *arguments, **options))
     except TimeoutError as error:
         raise TimeoutError(f"no whole answer within {seconds:g} s (HVDKIT_DATA_TIMEOUT_SECONDS)") from error
 
@@ -85,7 +90,7 @@ def _may_pass(error: BaseException) -> bool:
     return isinstance(error, Exception) and not isinstance(error, _FINAL)
 
 
-def _answer(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
+def _answer(function: Callable[..., T], *arguments: object, **options: object) -> T:
     """Call a function in a thread that the end of the program does not wait for: it may be waiting for a server."""
     answer: Future[T] = Future()
 

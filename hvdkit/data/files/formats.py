@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
+from hvdkit.data.aligned import Nest
 from hvdkit.data.files.listing import File
 from hvdkit.errors import DataError
 
 OnError = Literal["raise", "skip"]
+Block: TypeAlias = Any
+"""Rows of a file as its format keeps them in memory: an array, a ``Ragged`` column, or columns by name."""
 _MOST_ROWS = 2**47  # of a file; those of 65,000 files can be counted
 
 
@@ -71,7 +74,7 @@ class BlockRows(NamedTuple):
         places: int64 ``[m]``: their rows in the batch, or a slice.
     """
 
-    block: Any
+    block: Block
     rows: np.ndarray | slice
     places: np.ndarray | slice
 
@@ -86,11 +89,11 @@ class Format(Protocol):
     def scan(self, file: File) -> FileLayout:
         """Return what the file has; called once per file, by one of the ranks."""
 
-    def load(self, file: File, layout: FileLayout, block: int) -> Any:
+    def load(self, file: File, layout: FileLayout, block: int) -> Block:
         """Read a block. The result is kept while its rows are needed."""
 
-    def load_rows(self, file: File, layout: FileLayout, rows: np.ndarray) -> Any:
+    def load_rows(self, file: File, layout: FileLayout, rows: np.ndarray) -> Block:
         """Read distinct, ascending rows of a file without the others, if ``reads_rows``; return a block of them."""
 
-    def take(self, parts: Sequence[BlockRows], rows: int) -> Any:
+    def take(self, parts: Sequence[BlockRows], rows: int) -> Nest:
         """Return a batch of ``rows`` rows: a structure of arrays."""

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 MOST_OPEN = 64
 """Number of files that stay open while no thread reads them."""
@@ -47,7 +47,7 @@ def kept_open(key: Hashable, make: Callable[[], C], check: Callable[[], None]) -
             checked = time.monotonic()
         if opened is None:
             opened = make()
-        yield opened  # type: ignore[misc]  # what was made for this key before
+        yield cast("C", opened)  # what was made for this key before
     except BaseException:
         if opened is not None:
             with contextlib.suppress(Exception):  # the first error counts

@@ -9,7 +9,7 @@ import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from hvdkit.data.files.filesystems import filesystem_of, is_local, retrying, shown
 from hvdkit.data.files.reading_ahead import in_threads
@@ -23,6 +23,7 @@ _WILDCARDS = re.compile(r"[*?[]")
 _LISTING = 10  # times as long: a folder of a store may have a million files
 # What a file system reports of a file's version: GCS has the first, local ones have the second.
 _VERSIONS = "generation", "mtime", "ETag", "etag", "LastModified", "Last-Modified", "updated"
+Info: TypeAlias = dict[str, Any]  # what fsspec reports of a file: "type", "size" and others
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
@@ -113,7 +114,7 @@ def names_of(paths: Paths, files: Sequence[File]) -> list[str]:
     return ["/".join(file.url.split("/")[common:]) for file in files]
 
 
-def _files_of(filesystem: AbstractFileSystem, found: Mapping[str, dict[str, Any]]) -> list[File]:
+def _files_of(filesystem: AbstractFileSystem, found: Mapping[str, Info]) -> list[File]:
     """Return what was found with sizes, which the listings of HTTP servers do not have."""
     unknown = [name for name, info in found.items() if info["size"] is None]
     asked = in_threads(lambda name: retrying(filesystem, filesystem.info, name), unknown) if unknown else []
@@ -121,7 +122,7 @@ def _files_of(filesystem: AbstractFileSystem, found: Mapping[str, dict[str, Any]
     return [_file(filesystem, name, info) for name, info in found.items()]
 
 
-def _found_at(path: str, suffixes: tuple[str, ...]) -> tuple[AbstractFileSystem, dict[str, dict[str, Any]]]:
+def _found_at(path: str, suffixes: tuple[str, ...]) -> tuple[AbstractFileSystem, dict[str, Info]]:
     """Return the file system of a path, and the files there, by name."""
     filesystem, name = filesystem_of(path)
     filesystem.invalidate_cache()  # of earlier listings
@@ -149,7 +150,7 @@ def _found_at(path: str, suffixes: tuple[str, ...]) -> tuple[AbstractFileSystem,
             refuse_parts_of_tables(filesystem, root, ())
         # A page without links has itself in its list, without a type.
         found = {each: info for each, info in listed.items() if "type" in info and each.endswith(suffixes or "")}
-    files: dict[str, dict[str, Any]] = {}
+    files: dict[str, Info] = {}
     folders = []
     for each, info in _shown(filesystem, name, root, found):
         if info["type"] == "file":
@@ -166,8 +167,8 @@ def _found_at(path: str, suffixes: tuple[str, ...]) -> tuple[AbstractFileSystem,
 
 
 def _shown(
-    filesystem: AbstractFileSystem, path: str, root: str, found: Mapping[str, dict[str, Any]]
-) -> Iterator[tuple[str, dict[str, Any]]]:
+    filesystem: AbstractFileSystem, path: str, root: str, found: Mapping[str, Info]
+) -> Iterator[tuple[str, Info]]:
     """Yield what was found, by name, without hidden names; links as what they link to."""
     is_http = "http" in filesystem.protocol
     first = 1 if root and not root.endswith("/") else 0  # what follows "train" in "train*" is not a whole name
@@ -189,7 +190,7 @@ def _no_file(name: str, kind: str) -> ValueError:
     return ValueError(describe("paths", f"{name}, {kind}", "regular files", remedy))
 
 
-def _kind_of(filesystem: AbstractFileSystem, name: str, info: Mapping[str, Any]) -> str:
+def _kind_of(filesystem: AbstractFileSystem, name: str, info: Info) -> str:
     """Return what something is that is neither a file nor a folder."""
     if is_local(filesystem):
         mode = Path(name).stat().st_mode
@@ -217,7 +218,7 @@ def disappeared(file: File, error: FileNotFoundError) -> DataError:
     return DataError(f"{file.url} has disappeared since it was listed: {error}")
 
 
-def _file(filesystem: AbstractFileSystem, name: str, info: dict[str, Any]) -> File:
+def _file(filesystem: AbstractFileSystem, name: str, info: Info) -> File:
     url = name if is_local(filesystem) else filesystem.unstrip_protocol(name)
     if info["type"] != "file":
         raise DataError(f"{url} is no longer a regular file, but {_kind_of(filesystem, name, info)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from hvdkit.data.files.listing import File
 from hvdkit.data.files.records import BLOCK_BYTES, read_pieces, rows_of_blocks
 from hvdkit.data.files.storage import OpenFile, opened_as
 from hvdkit.errors import DataError
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 
 class NpyFormat:
@@ -39,7 +42,7 @@ class NpyFormat:
             array = found.rows(rows)
         return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
-    def take(self, parts: Sequence[BlockRows], rows: int) -> Any:
+    def take(self, parts: Sequence[BlockRows], rows: int) -> np.ndarray | tf.RaggedTensor:
         return taken(parts, rows)
 
 
@@ -122,7 +125,7 @@ class _Array:
     def __init__(self, file: OpenFile):
         self._file = file
         header = _header_of(file)
-        self.array: Any
+        self.array: np.ndarray | _RemoteRows
         if file.path is None:
             self.array = _RemoteRows(file, header)
             return
@@ -146,7 +149,8 @@ class _Array:
         if rows[-1] - rows[0] != len(rows) - 1 or not array.flags.c_contiguous:
             # A map of what was cut off would end the process with SIGBUS, and still does if a file is cut right here.
             self._file.require_whole()
-            return array[rows]
+            found: np.ndarray = array[rows]
+            return found
         found = aligned_empty((len(rows), *array.shape[1:]), array.dtype)
         start = self._start + int(rows[0]) * (array.nbytes // len(array))
         self._file.read_into(start, memoryview(found.reshape(-1).view(np.uint8).data))

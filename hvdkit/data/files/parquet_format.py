@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +17,9 @@ from hvdkit.data.files.listing import File
 from hvdkit.data.files.path_columns import columns_in
 from hvdkit.data.files.storage import OpenFile, opened_as
 from hvdkit.errors import DataError, describe
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
 _INDEX_BYTES = 4  # at most, of each value in a dictionary; of the length of each text
@@ -39,7 +42,7 @@ class ParquetFormat:
     suffixes: tuple[str, ...] = (".parquet", ".pq")
     reads_rows = False
 
-    def __init__(self, columns: Sequence[str] | None, fill: Mapping[str, Any]):
+    def __init__(self, columns: Sequence[str] | None, fill: Mapping[str, object]):
         self._columns = None if columns is None else list(columns)
         self._fill = dict(fill)
 
@@ -82,10 +85,10 @@ class ParquetFormat:
             self._check_int96(file, block, table, dates)
         return columns
 
-    def load_rows(self, file: File, layout: FileLayout, rows: np.ndarray) -> Any:
+    def load_rows(self, file: File, layout: FileLayout, rows: np.ndarray) -> NoReturn:
         raise NotImplementedError  # Parquet has no access to rows
 
-    def take(self, parts: Sequence[BlockRows], rows: int) -> dict[str, Any]:
+    def take(self, parts: Sequence[BlockRows], rows: int) -> dict[str, np.ndarray | tf.RaggedTensor]:
         return taken_columns(parts, rows)
 
     def _check_missing(self, file: File, opened: _Opened, names: Sequence[str]) -> None:
@@ -179,8 +182,8 @@ def _memory(schema: pq.ParquetSchema, group: pq.RowGroupMetaData, leaves: Mappin
 
 def _memory_of_text(column: pq.ColumnChunkMetaData) -> int:
     """Return the bytes of a column's strings: as encoded; of indices, at least as if all had the length of one."""
-    encoded = column.total_uncompressed_size
-    values = column.num_values
+    encoded: int = column.total_uncompressed_size
+    values: int = column.num_values
     if not column.has_dictionary_page or encoded > _INDEX_BYTES * values:
         return encoded
     try:
@@ -200,7 +203,8 @@ def _integers(column: pa.ChunkedArray) -> np.ndarray:
     array = column.combine_chunks()
     while not pa.types.is_timestamp(array.type):
         array = array.flatten()
-    return pc.fill_null(array.cast(pa.int64()), 0).to_numpy(zero_copy_only=False)
+    times: np.ndarray = pc.fill_null(array.cast(pa.int64()), 0).to_numpy(zero_copy_only=False)
+    return times
 
 
 def _row_of(column: pa.ChunkedArray, value: int) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import urllib.parse
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -45,7 +44,7 @@ class PathColumns:
         ValueError: Some files have other such columns.
     """
 
-    def __init__(self, columns: Sequence[str] | None, fill: Mapping[str, Any], names: Sequence[str]):
+    def __init__(self, columns: Sequence[str] | None, fill: Mapping[str, object], names: Sequence[str]):
         first = columns_in(names[0])
         self.names = [name for name in first if columns is None or name in columns]
         self._requested = columns
@@ -81,7 +80,7 @@ class PathColumns:
                 raise TypeError(describe(where, str(error), "a value in each folder", remedy)) from None
         return arrays
 
-    def require_all(self, structure: Mapping[str, Any]) -> None:
+    def require_all(self, structure: Mapping[str, object]) -> None:
         """Raise ValueError if a requested column is neither in the files nor in their folders below the paths."""
         if missing := [name for name in self._requested or () if name not in structure]:
             remedy = f"pass the folder above e.g. {missing[0]}=... as the path"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from hvdkit.data.files.filesystems import retrying
 from hvdkit.data.files.listing import File
@@ -24,7 +24,7 @@ _COPY = "copy the files to a disk, or read them without the proxy"
 class _Request(Protocol):
     """Returns the bytes ``start`` to ``stop`` of a file; at most one more if the server sends more."""
 
-    async def __call__(self, filesystem: Any, name: str, file: File, start: int, stop: int) -> bytes: ...
+    async def __call__(self, filesystem: AbstractFileSystem, name: str, file: File, start: int, stop: int) -> bytes: ...
 
 
 def read_range(filesystem: AbstractFileSystem, name: str, file: File, start: int, stop: int) -> bytes:
@@ -40,7 +40,7 @@ def read_range(filesystem: AbstractFileSystem, name: str, file: File, start: int
     """
     request = _request_of(filesystem)
 
-    def attempt(**options: Any) -> bytes:
+    def attempt(**options: object) -> bytes:
         if request is None:
             data = filesystem.cat_file(name, start=start, end=stop, **options)
         else:
@@ -73,7 +73,7 @@ def _request_of(filesystem: AbstractFileSystem) -> _Request | None:
     return None
 
 
-async def _from_http(filesystem: Any, name: str, file: File, start: int, stop: int) -> bytes:
+async def _from_http(filesystem: AbstractFileSystem, name: str, file: File, start: int, stop: int) -> bytes:
     options = dict(filesystem.kwargs)
     headers = {**options.pop("headers", {}), **_range(start, stop), "Accept-Encoding": "identity"}
     session = await filesystem.set_session()
@@ -89,7 +89,7 @@ async def _from_http(filesystem: Any, name: str, file: File, start: int, stop: i
         return await _received(answer.content.read, stop - start)
 
 
-async def _from_s3(filesystem: Any, name: str, file: File, start: int, stop: int) -> bytes:
+async def _from_s3(filesystem: AbstractFileSystem, name: str, file: File, start: int, stop: int) -> bytes:
     bucket, key, version = filesystem.split_path(name)
     options = {"VersionId": version} if version else {}
     answer = await filesystem._call_s3("get_object", Bucket=bucket, Key=key, **_range(start, stop), **options)
@@ -100,7 +100,7 @@ async def _from_s3(filesystem: Any, name: str, file: File, start: int, stop: int
         answer["Body"].close()
 
 
-async def _from_gcs(filesystem: Any, name: str, file: File, start: int, stop: int) -> bytes:
+async def _from_gcs(filesystem: AbstractFileSystem, name: str, file: File, start: int, stop: int) -> bytes:
     headers, data = await filesystem._call("GET", filesystem.url(name), headers=_range(start, stop))
     generation = headers.get("X-Goog-Generation", file.version)
     if file.version.isdigit() and generation != file.version:  # otherwise it is a time

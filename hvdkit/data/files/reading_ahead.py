@@ -9,7 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -83,7 +83,7 @@ def in_order(function: Callable[[T], U], items: Iterable[T], at_end: Callable[[]
             future.add_done_callback(lambda _: at_end())
 
 
-class BlockCache:
+class BlockCache(Generic[T]):
     """Blocks that were read, until their rows have been used.
 
     A block that several threads need is read once. It is dropped when all of its rows have been used. Blocks of which
@@ -95,11 +95,11 @@ class BlockCache:
         keep: Drop no block.
     """
 
-    def __init__(self, load: Callable[[int], Any], block_rows: np.ndarray, *, keep: bool = False):
+    def __init__(self, load: Callable[[int], T], block_rows: np.ndarray, *, keep: bool = False):
         self._load = load
         self._block_rows = block_rows
         self._keep = keep
-        self._blocks: OrderedDict[int, _KeptBlock] = OrderedDict()  # the least recently used first
+        self._blocks: OrderedDict[int, _KeptBlock[T]] = OrderedDict()  # the least recently used first
         self._lock = threading.Lock()
         self._batches = 0
 
@@ -113,11 +113,11 @@ class BlockCache:
             while self._blocks and next(iter(self._blocks.values())).last_batch < self._batches - _UNUSED:
                 self._blocks.popitem(last=False)
 
-    def get(self, block: int, rows: int) -> Any:
+    def get(self, block: int, rows: int) -> T:
         """Return a block to use ``rows`` of its rows, and read it if necessary."""
         with self._lock:
             found = self._blocks.pop(block, None)
-            kept = found or _KeptBlock()
+            kept: _KeptBlock[T] = found or _KeptBlock()
             kept.last_batch = self._batches
             kept.used = kept.used + rows
             if self._keep or kept.used < self._block_rows[block]:
@@ -133,7 +133,7 @@ class BlockCache:
 
 
 @dataclass
-class _KeptBlock:
-    content: Future[Any] = field(default_factory=Future)
+class _KeptBlock(Generic[T]):
+    content: Future[T] = field(default_factory=Future)
     last_batch: int = 0
     used: int = 0

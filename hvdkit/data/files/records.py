@@ -6,16 +6,20 @@ import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from hvdkit.cluster.logs import get_logger
-from hvdkit.data.files.formats import BlockRows, FileLayout, OnError
+from hvdkit.data.aligned import Nest
+from hvdkit.data.files.formats import Block, BlockRows, FileLayout, OnError
 from hvdkit.data.files.listing import File
 from hvdkit.data.files.offsets import offsets_of
 from hvdkit.data.files.storage import OpenFile, opened
 from hvdkit.errors import DataError, describe, printable
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 BLOCK_BYTES = 2**20
 _LEAST_BLOCK_BYTES = 2**16
@@ -24,7 +28,7 @@ _MOST_RECORDS = 2**16
 _MOST_MAPS = 128
 _MOST_OFFSET_BYTES = 2**26  # of the offsets of small files in memory; those of others are read from their caches again
 _GAP = 4096  # bytes between two records that are still read at once
-Parse = Callable[[Any], Any] | Mapping[str, Any] | None
+Parse: TypeAlias = "Callable[[tf.Tensor], Nest] | Mapping[str, object] | None"
 
 
 def rows_of_blocks(records: int, size: int) -> list[int]:
@@ -52,9 +56,9 @@ class Parser:
             remedy = "pass e.g. {'x': tf.io.FixedLenFeature([4], tf.float32)}"
             raise TypeError(describe("parse", parse, "a dict of features, a function or None", remedy))
         self._parse = parse
-        self._function: Any = None
+        self._function: tf.types.experimental.ConcreteFunction | None = None
 
-    def __call__(self, records: np.ndarray) -> Any:
+    def __call__(self, records: np.ndarray) -> Nest:
         """Return a structure of arrays ``[len(records), ...]``, from an array of bytes.
 
         Raises:
@@ -74,10 +78,9 @@ class Parser:
             reason = error.message.partition("\n\t [[")[0].rpartition("\n")[2]
             remedy = "correct the features; for lists of any length pass a dict with tf.io.RaggedFeature"
             raise ValueError(describe("parse", reason, "records of one form", remedy)) from error
-        is_dense = lambda leaf: isinstance(leaf, tf.Tensor)  # noqa: E731
-        return tf.nest.map_structure(lambda leaf: leaf.numpy() if is_dense(leaf) else leaf, parsed)
+        return tf.nest.map_structure(lambda leaf: leaf.numpy() if isinstance(leaf, tf.Tensor) else leaf, parsed)
 
-    def _parsed(self, records: Any) -> Any:
+    def _parsed(self, records: tf.Tensor) -> Nest:
         import tensorflow as tf
 
         if isinstance(self._parse, Mapping):
@@ -147,19 +150,19 @@ class RecordFormat(ABC):
             damaged = np.append(damaged, records)  # and those after it, whose number is not known
         return FileLayout(rows, self.kind, max(BLOCK_BYTES, file.size // max(1, records)), damaged)
 
-    def load(self, file: File, layout: FileLayout, block: int) -> Any:
+    def load(self, file: File, layout: FileLayout, block: int) -> Block:
         return self.load_rows(file, layout, layout.rows_of(block))
 
-    def load_rows(self, file: File, layout: FileLayout, rows: np.ndarray) -> Any:
+    def load_rows(self, file: File, layout: FileLayout, rows: np.ndarray) -> Block:
         with opened(file) as source:
             return self.block(source, layout.record_numbers(rows))
 
-    def block(self, source: OpenFile, numbers: np.ndarray) -> Any:
+    def block(self, source: OpenFile, numbers: np.ndarray) -> Block:
         """Return what :meth:`take` needs of records, by their ascending numbers in the file."""
         return as_objects(self._records(source, numbers))
 
     @abstractmethod
-    def take(self, parts: Sequence[BlockRows], rows: int) -> Any:
+    def take(self, parts: Sequence[BlockRows], rows: int) -> Nest:
         """Return a batch of ``rows`` rows."""
 
     def _records(self, source: OpenFile, numbers: np.ndarray) -> list[bytes]:

@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import platformdirs
 import xxhash
@@ -27,6 +27,9 @@ from hvdkit.data.files.program_end import pause
 from hvdkit.data.files.ranges import read_range
 from hvdkit.errors import DataError
 from hvdkit.machine.replacing import replaced
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 _OWN_FILES = re.compile(r"[0-9a-f]{32}|\.[0-9a-f]{32}\.[0-9a-f]{8}")  # chunks, and those that are being written
 _CHUNK = 2**22
@@ -52,7 +55,7 @@ def limit() -> float:
     return number_setting("HVDKIT_DATA_CACHE_GB", _DEFAULT_GB) * 1e9
 
 
-def read(filesystem: Any, name: str, file: File, start: int, size: int) -> bytes:
+def read(filesystem: AbstractFileSystem, name: str, file: File, start: int, size: int) -> bytes:
     """Return up to ``size`` bytes of a remote file from ``start`` on."""
     stop = min(start + size, file.size)
     chunks = range(start // _CHUNK, -(-stop // _CHUNK))
@@ -61,7 +64,7 @@ def read(filesystem: Any, name: str, file: File, start: int, size: int) -> bytes
     return data[skipped : skipped + max(0, stop - start)]
 
 
-def _chunk(filesystem: Any, name: str, file: File, number: int) -> bytes:
+def _chunk(filesystem: AbstractFileSystem, name: str, file: File, number: int) -> bytes:
     start = number * _CHUNK
     stop = min((number + 1) * _CHUNK, file.size)
     version = file.version or _UNKNOWN_VERSION
@@ -116,7 +119,7 @@ def _turn(path: Path) -> Iterator[None]:
         yield
 
 
-def _download(filesystem: Any, name: str, file: File, start: int, stop: int) -> bytes:
+def _download(filesystem: AbstractFileSystem, name: str, file: File, start: int, stop: int) -> bytes:
     """Return bytes of a remote file, which has not changed until then."""
     try:
         data = read_range(filesystem, name, file, start, stop)

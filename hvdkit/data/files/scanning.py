@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import optree
 import xxhash
@@ -11,6 +11,7 @@ import xxhash
 from hvdkit import cluster
 from hvdkit.cluster import agreement
 from hvdkit.cluster.logs import get_logger
+from hvdkit.data.aligned import Nest
 from hvdkit.data.files import remote_cache
 from hvdkit.data.files.formats import FileLayout, Format, OnError
 from hvdkit.data.files.listing import File, Paths, list_files, names_of
@@ -39,7 +40,7 @@ class Scan(NamedTuple):
     paths: Paths
     file_format: Format
     on_error: OnError
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, object]
     on_scanned: Callable[[File], None]
 
     def files(self, known: Mapping[str, ScannedFile]) -> dict[str, ScannedFile]:
@@ -98,14 +99,14 @@ class Scan(NamedTuple):
     def _shown_arguments(self) -> dict[str, str]:
         """Return texts that are the same on ranks that passed the same; of a function, its name."""
 
-        def shown(value: Any) -> str:
+        def shown(value: object) -> str:
             return getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
 
         arguments = {"function": self.file_format.name, "on_error": self.on_error, **self.arguments}
         return {name: shown(value) for name, value in arguments.items()}
 
 
-def agree_on_columns(first_batch: Callable[[], Any]) -> Any:
+def agree_on_columns(first_batch: Callable[[], Nest]) -> Nest:
     """Return ``first_batch()``, after comparing the names, types and numbers of axes across ranks. A collective."""
     if not cluster.is_initialized():
         return first_batch()
@@ -115,16 +116,16 @@ def agree_on_columns(first_batch: Callable[[], Any]) -> Any:
     return batch
 
 
-def columns_of(batch: Any) -> str:
+def columns_of(batch: Nest) -> str:
     """Return the names, types and numbers of axes of a batch."""
 
-    def column(leaf: Any) -> str:
+    def column(leaf: object) -> str:
         return f"{getattr(leaf, 'dtype', type(leaf).__name__)}{len(getattr(leaf, 'shape', ())) * '[]'}"
 
     return str(optree.tree_map(column, batch))
 
 
-def digest(value: Any) -> int:
+def digest(value: object) -> int:
     """Return a digest of what ``repr`` shows of a value."""
     return xxhash.xxh3_64_intdigest(repr(value).encode())
 

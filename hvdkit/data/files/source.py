@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 import numpy as np
 import optree
 import xxhash
 
-from hvdkit.data.aligned import taken_of
+from hvdkit.data.aligned import Nest, taken_of
 from hvdkit.data.block_order import BlockOrder, Lanes
-from hvdkit.data.files.formats import BlockRows, Format, OnError
+from hvdkit.data.files.formats import Block, BlockRows, Format, OnError
 from hvdkit.data.files.listing import File, Paths
 from hvdkit.data.files.reading_ahead import BlockCache
 from hvdkit.data.files.records import RecordFormat
@@ -22,7 +22,9 @@ from hvdkit.data.order import Order, Shuffle, shuffled_indices
 from hvdkit.data.permutation import Permutation
 from hvdkit.errors import DataError, describe
 
-if TYPE_CHECKING:  # needs pyarrow, which arrays do not
+if TYPE_CHECKING:  # path_columns needs pyarrow, which arrays do not
+    import tensorflow as tf
+
     from hvdkit.data.files.path_columns import PathColumns
 
 _Rows = np.ndarray | slice  # a slice has a start and an end
@@ -44,14 +46,14 @@ class FileSource:
         layouts: What each of them has.
     """
 
-    _mapped: Callable[[Any], Any] | None = None
+    _mapped: Callable[[Nest], Nest] | None = None
 
     def __init__(
         self,
         paths: Paths,
         file_format: Format,
         on_error: OnError = "raise",
-        arguments: Mapping[str, Any] | None = None,
+        arguments: Mapping[str, object] | None = None,
         on_scanned: Callable[[File], None] = lambda file: None,
         path_columns: Callable[[Sequence[str]], PathColumns] | None = None,
     ):
@@ -149,7 +151,7 @@ class FileSource:
             return 1
         if self._is_kept(shuffle):
             return size
-        block_rows = self.examples / self._first_blocks[-1]
+        block_rows: float = self.examples / self._first_blocks[-1]
         local_rows = batch_size / size
         # In order, the ranks share each block; shuffled, a batch has about one row of a block.
         return block_rows if shuffle.seed is not None else max(1, min(size, block_rows / local_rows))
@@ -168,7 +170,7 @@ class FileSource:
         blocks = self._first_blocks[-1]
         return f"hk.data.{self._format.name}({len(self.files)} files, {self.examples} rows, {blocks} blocks)"
 
-    def map(self, function: Callable[[Any], Any]) -> FileSource:
+    def map(self, function: Callable[[Nest], Nest]) -> FileSource:
         """Return a source whose batches are ``function(batch)``; for example ``(x, y)`` for Keras.
 
         The function is called by the threads that read, with batches of any number of rows.
@@ -224,7 +226,7 @@ class FileSource:
         cache = BlockCache(self._load, np.diff(self._block_starts), keep=is_kept)
         return EpochReader(functools.partial(self.read, cache=cache), cache.next_batch)
 
-    def read(self, indices: np.ndarray, cache: BlockCache | None = None) -> Any:
+    def read(self, indices: np.ndarray, cache: BlockCache[Block] | None = None) -> Nest:
         """Return the rows ``indices``, int64 ``[m]``, in this order.
 
         Args:
@@ -266,11 +268,11 @@ class FileSource:
                     where = f"{self.files[f].url}: row {number} (the first is 0) cannot be parsed"
                     raise DataError(f"{where}: {type(cause).__name__}: {cause}") from error
 
-    def batch_spec(self, rows: int | None) -> Any:
+    def batch_spec(self, rows: int | None) -> Nest:
         """Return the ``tf.TypeSpec`` structure of a batch of ``rows`` rows; None for any number."""
         import tensorflow as tf
 
-        def spec(leaf: Any) -> Any:
+        def spec(leaf: np.ndarray | tf.RaggedTensor | tf.SparseTensor) -> tf.TypeSpec:
             if isinstance(leaf, tf.RaggedTensor):
                 shape = [rows, *leaf.shape[1:]]
                 return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
@@ -280,11 +282,11 @@ class FileSource:
 
         return tf.nest.map_structure(spec, self.structure)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         """Return the number of rows, the columns, and a digest of all files' names, sizes and rows."""
         return {"examples": self.examples, "arrays": {"files": columns_of(self.structure)}, "rows": self.digest()}
 
-    def identity(self, shuffle: Shuffle) -> dict[str, Any]:
+    def identity(self, shuffle: Shuffle) -> dict[str, object]:
         """Return what determines the global order in addition to the seed and sizes."""
         return {"shuffle": shuffle.mode, "interleave": shuffle.lanes, "files": self.digest()}
 
@@ -298,7 +300,7 @@ class FileSource:
         hasher.update(b"])")
         return hasher.intdigest()
 
-    def _load(self, block: int) -> Any:
+    def _load(self, block: int) -> Block:
         number = int(np.searchsorted(self._first_blocks, block, side="right")) - 1
         return self._format.load(self.files[number], self.layouts[number], block - int(self._first_blocks[number]))
 
@@ -350,5 +352,5 @@ class EpochReader(NamedTuple):
         next_batch: Called after each batch, to drop what is not needed any more.
     """
 
-    read: Callable[[np.ndarray], Any]
+    read: Callable[[np.ndarray], Nest]
     next_batch: Callable[[], None] = lambda: None

@@ -106,7 +106,7 @@ class OpenFile:
                 problem = f"{self.file.url} is compressed with {name}, which has no access to single records"
                 raise DataError(f"{problem}; decompress it with `{command}`")
 
-    def for_library(self) -> Any:
+    def for_library(self) -> str | io.RawIOBase:
         """Return a path, or a file object, for libraries that read files themselves."""
         return self.path or self.stream()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +12,7 @@ import pyarrow as pa
 from pyarrow import csv
 
 from hvdkit.cluster.logs import warn_once
+from hvdkit.data.aligned import Nest
 from hvdkit.data.files.columns import taken_columns, to_numpy
 from hvdkit.data.files.formats import BlockRows, FileLayout, OnError
 from hvdkit.data.files.listing import File
@@ -85,7 +85,7 @@ class LineFormat(RecordFormat):
         """Return lines with their ends, without byte-order marks at their starts."""
         return [_MARKS.sub(b"", piece).removesuffix(b"\n").removesuffix(b"\r") + b"\n" for piece in pieces]
 
-    def take(self, parts: Sequence[BlockRows], rows: int) -> Any:
+    def take(self, parts: Sequence[BlockRows], rows: int) -> Nest:
         return in_places(parts, rows)
 
 
@@ -107,7 +107,7 @@ class DelimitedFormat(LineFormat):
         columns: Mapping[str, npt.DTypeLike],
         delimiter: str,
         header_lines: int,
-        fill: Mapping[str, Any],
+        fill: Mapping[str, object],
         on_error: OnError,
         *,
         expects_newline: bool = False,
@@ -218,7 +218,7 @@ class DelimitedFormat(LineFormat):
             remedy = f"pass fill={{{name!r}: value}}, or a float dtype"
             raise TypeError(describe(f"column {name!r}", str(error), "a value in each line", remedy)) from None
 
-    def take(self, parts: Sequence[BlockRows], rows: int) -> Any:
+    def take(self, parts: Sequence[BlockRows], rows: int) -> Nest:
         return taken_columns(parts, rows)
 
 
@@ -255,7 +255,7 @@ class CriteoFormat(DelimitedFormat):
             "label": self.array(table, "label"),
         }
 
-    def take(self, parts: Sequence[BlockRows], rows: int) -> Any:
+    def take(self, parts: Sequence[BlockRows], rows: int) -> Nest:
         columns = super().take(parts, rows)
         label = columns.pop("label")
         return columns, label

@@ -10,11 +10,12 @@ import contextlib
 import struct
 import zlib
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import google_crc32c
 import numpy as np
 
+from hvdkit.data.aligned import Nest
 from hvdkit.data.files.formats import BlockRows, OnError
 from hvdkit.data.files.listing import File
 from hvdkit.data.files.records import Parse, Parser, RecordFormat, in_places
@@ -86,7 +87,7 @@ class TFRecordFormat(RecordFormat):
             raise DataError(f"{file.url}: record {number}, at byte {offset}, is damaged (CRC)")
         return contents
 
-    def take(self, parts: Sequence[BlockRows], rows: int) -> Any:
+    def take(self, parts: Sequence[BlockRows], rows: int) -> Nest:
         return self._parser(in_places(parts, rows))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import keras
 import numpy as np
@@ -28,12 +28,15 @@ from hvdkit.keras.unchanged_models import is_complete, unchanged
 from hvdkit.optimizer.equal_ranks import checked
 from hvdkit.sharding.shards import holding_of
 
+if TYPE_CHECKING:
+    from hvdkit.keras.data_types import Arrays
+
 
 @outside_strategy()
 def check_step(
     model: keras.Model,
-    x: Any,
-    y: Any = None,
+    x: Arrays,
+    y: Arrays | None = None,
     batch_size: int | None = None,
     steps: int = 1,
     *,
@@ -99,12 +102,12 @@ class _Batches:
         size: rows per batch.
     """
 
-    def __init__(self, data: tuple[Any, Any], size: int) -> None:
+    def __init__(self, data: tuple[Arrays, Arrays | None], size: int) -> None:
         self.data = data
         self.size = size
 
 
-def _checked(model: Any, x: Any, y: Any, batch_size: int | None, steps: int) -> _Batches:
+def _checked(model: keras.Model, x: Arrays, y: Arrays | None, batch_size: int | None, steps: int) -> _Batches:
     """Return the rows to train on. An error on one rank raises on all."""
 
     def check() -> int:
@@ -131,7 +134,7 @@ def _checked(model: Any, x: Any, y: Any, batch_size: int | None, steps: int) -> 
 
 
 @contextlib.contextmanager
-def _alone(model: Any) -> Iterator[None]:
+def _alone(model: keras.Model) -> Iterator[None]:
     """Have the optimizers combine nothing, unless the model has shards, whose gradients other ranks compute, too."""
     distribute_optimizers(model)
     optimizers = optimizers_of(model)
@@ -146,7 +149,7 @@ def _alone(model: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _restored(model: Any) -> Iterator[None]:
+def _restored(model: keras.Model) -> Iterator[None]:
     """Restore the variables, optimizers and random generators of a model, and what Keras's ``fit`` sets."""
     names = ("history", "stop_training", "train_function", "test_function", "predict_function", "_initial_epoch")
     attributes = {name: None if name.endswith("_function") else getattr(model, name, None) for name in names}

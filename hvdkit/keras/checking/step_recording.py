@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import keras
 import numpy as np
@@ -25,7 +25,10 @@ from hvdkit.keras.model_optimizers import all_optimizers
 from hvdkit.keras.rank_functions import FirstRows
 from hvdkit.keras.rank_state import untracked_variables
 from hvdkit.keras.unchanged_models import in_inference, is_augmentation
-from hvdkit.sharding.shards import holding_of, is_seed_state
+from hvdkit.sharding.shards import AnyVariable, holding_of, is_seed_state
+
+if TYPE_CHECKING:
+    from hvdkit.keras.data_types import Tensors
 
 _HALF = ("float16", "bfloat16")
 _MAX_GRADIENT = 2**27  # elements of a gradient that is recorded
@@ -75,7 +78,7 @@ class StepRecorder(keras.callbacks.Callback):
         return cls(int(steps), Path(path), Recording.load(Path(start)) if start else None)
 
     @contextlib.contextmanager
-    def observing(self, model: Any) -> Iterator[None]:
+    def observing(self, model: keras.Model) -> Iterator[None]:
         """Record the steps of ``model`` that are traced inside; switch off Keras's dropout and augmentation layers."""
         layers = list(model._flatten_layers())
         self._is_half = any(getattr(layer, "compute_dtype", None) in _HALF for layer in layers)
@@ -98,8 +101,8 @@ class StepRecorder(keras.callbacks.Callback):
             stack.enter_context(swap_attributes(model, train_step=step, _jit_compile=False))  # as on several ranks
             yield
 
-    def _observed(self, model: Any, step: Any) -> Any:
-        def train_step(data: Any) -> Any:
+    def _observed(self, model: keras.Model, step: Callable[[Tensors], object]) -> Callable[[Tensors], object]:
+        def train_step(data: Tensors) -> object:
             self._names.clear()
             self._first_rows.observe(data, 1)
             with contextlib.ExitStack() as stack:
@@ -111,8 +114,10 @@ class StepRecorder(keras.callbacks.Callback):
 
         return train_step
 
-    def _recorded(self, update: Any) -> Any:
-        def update_step(gradient: Any, variable: Any, learning_rate: Any) -> Any:
+    def _recorded(self, update: Callable[..., object]) -> Callable[..., object]:
+        def update_step(
+            gradient: tf.Tensor | tf.IndexedSlices, variable: keras.Variable, learning_rate: tf.Tensor
+        ) -> object:
             if not self._names:  # the first step may have built the model
                 self._names = {id(getattr(v, "_value", v)): name for name, v in self._variables()}
             name = self._names.get(id(getattr(variable, "_value", variable)), getattr(variable, "path", variable.name))
@@ -134,19 +139,19 @@ class StepRecorder(keras.callbacks.Callback):
 
     # ---- hooks --------------------------------------------------------------------------------------------------
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: dict[str, float] | None = None) -> None:
         """Start with the variables of another recording, on the chief, whose variables all ranks get."""
         if self._start is not None:
             for name, variable in self._variables():
                 if name in self._start.initial and self._start.initial[name].shape == tuple(variable.shape):
                     variable.assign(self._start.initial[name])
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: dict[str, float] | None = None) -> None:
         """Keep the variables before the first step."""
         if not self.recording.steps and not self.recording.initial:
             self.recording.initial = {name: np.asarray(v).copy() for name, v in self._variables()}
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:
         """Record a step; after the last one, end the program if a file is requested."""
         names = {id(v) for v in self.model.trainable_variables}
         step = StepRecord({name: float(value) for name, value in (logs or {}).items() if np.ndim(value) == 0})
@@ -160,7 +165,7 @@ class StepRecorder(keras.callbacks.Callback):
         if len(self.recording.steps) == self._steps:
             self._finish()
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: dict[str, float] | None = None) -> None:
         """End the program if there were fewer steps."""
         self._finish()
 
@@ -172,7 +177,7 @@ class StepRecorder(keras.callbacks.Callback):
             self.recording.save(self._path)
         raise SystemExit(0)
 
-    def _variables(self) -> list[tuple[str, Any]]:
+    def _variables(self) -> list[tuple[str, AnyVariable]]:
         """Return the variables of the model that all ranks hold, with distinct names; without metrics and seeds."""
         model = self.model
         metrics = {id(v) for metric in model.metrics for v in metric.variables}
@@ -180,7 +185,7 @@ class StepRecorder(keras.callbacks.Callback):
         tracked = {id(getattr(v, "_value", v)) for v in model.variables}
         named = [(v.path, v) for v in [*model.trainable_variables, *model.non_trainable_variables]]
         named += [(each.name, each.variable) for each in untracked if id(each.variable) not in tracked]
-        found: dict[str, Any] = {}
+        found: dict[str, AnyVariable] = {}
         for path, variable in named:
             dtype = tf.as_dtype(variable.dtype)
             if id(variable) in metrics or is_seed_state(variable) or not (dtype.is_floating or dtype.is_integer):
@@ -198,9 +203,9 @@ class StepRecorder(keras.callbacks.Callback):
         return list(found.items())
 
 
-def _optimizers(model: Any) -> Iterable[Any]:
+def _optimizers(model: keras.Model) -> Iterable[keras.Optimizer]:
     """Return the optimizers of a model that update variables: those inside of others."""
-    found: dict[int, Any] = {}
+    found: dict[int, keras.Optimizer] = {}
     for optimizer in all_optimizers(model):
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         for each in getattr(inner, "optimizers", [inner]):
@@ -208,7 +213,7 @@ def _optimizers(model: Any) -> Iterable[Any]:
     return found.values()
 
 
-def _random_operations(model: Any, silenced: list[str]) -> list[str]:
+def _random_operations(model: keras.Model, silenced: list[str]) -> list[str]:
     """Return the names of the random operations of the graph that is being traced; in eager mode, of layers."""
     if not tf.inside_function():
         layers = [layer for layer in model._flatten_layers() if getattr(layer, "_seed_generators", ())]

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -80,7 +80,7 @@ class Recording:
 
     def save(self, path: Path) -> None:
         """Write the recording to a file; it exists when it is complete."""
-        arrays: dict[str, np.ndarray] = {}
+        arrays: dict[str, Any] = {}  # np.ndarray; keywords of np.savez, which has others for its options
 
         def stored(values: np.ndarray) -> str:
             arrays[name := f"a{len(arrays)}"] = values
@@ -96,7 +96,7 @@ class Recording:
         }
         temporary = path.with_suffix(".tmp")
         with temporary.open("wb") as file:
-            np.savez(file, index=np.array(json.dumps(index)), **arrays)  # type: ignore[arg-type]
+            np.savez(file, index=np.array(json.dumps(index)), **arrays)
         temporary.replace(path)
 
     @classmethod
