@@ -148,16 +148,28 @@ def _read(name: str, callback: keras.callbacks.Callback) -> object:
 
 
 def _is_state(saved: object) -> bool:
-    if not isinstance(saved, Mapping) or not isinstance(saved.get("best"), float | int | str | None):
+    if not isinstance(saved, Mapping) or not _is_number_or_none(saved.get("best")):
         return False
     return all(type(saved.get(name, 0)) is int for name in _COUNTERS)
 
 
+def _is_number_or_none(value: object) -> bool:
+    """Return True also for a number as text: JSON has no infinity."""
+    if isinstance(value, str):
+        try:
+            float(value)
+        except ValueError:
+            return False
+    return isinstance(value, float | int | str | None)
+
+
 def _has_stopped(callback: keras.callbacks.EarlyStopping, saved: object) -> bool:
     """Return True if an ``EarlyStopping`` with this state has ended the run, and would with its present patience."""
-    return (
-        isinstance(saved, Mapping) and saved.get("stopped_epoch", 0) > 0 and saved.get("wait", 0) >= callback.patience
-    )
+    if not isinstance(saved, Mapping):
+        return False
+    epoch = saved.get("stopped_epoch")
+    wait = saved.get("wait")  # a user's get_state may return anything under these keys
+    return isinstance(epoch, int) and isinstance(wait, int) and epoch > 0 and wait >= callback.patience
 
 
 class _BestWeights:

@@ -247,10 +247,11 @@ def _read_holder(file: int) -> Holder | None:
 def holder_of(data: bytes) -> Holder | None:
     """Return the holder that a lock describes, or None if it does not."""
     try:
-        holder = json.loads(data)
-        return {name: holder[name] for name in ("host", "pid", "user", "command", "since")}
+        found = json.loads(data)
+        holder = {name: found[name] for name in ("host", "pid", "user", "command", "since")}
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
+    return holder if type(holder["pid"]) is int and 0 < holder["pid"] < 2**31 else None
 
 
 def _close_all_in_child() -> None:

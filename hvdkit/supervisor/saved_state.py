@@ -73,7 +73,7 @@ class Position:
 
     def restore(self, state: dict[str, object]) -> None:
         """Restore a saved position. Raises CorruptCheckpointError if it is none."""
-        step = state.get("global_step") if isinstance(state, dict) else state
+        step = state.get("global_step") if isinstance(state, dict) else None
         if type(step) is not int or step < 0 or "data" not in state:
             raise CorruptCheckpointError(f"got {ascii(state)[:80]}, expected global_step and data")
         if isinstance(self._data_state, dict) and not isinstance(state["data"], dict | None):

@@ -81,6 +81,17 @@ def test_programs_that_are_right_are_equal(rng):
     assert any("not compared" in each and "embedding" in each for each in result.notes), f"{result.notes}"
 
 
+def test_logs_that_are_no_numbers_are_not_compared(rng):
+    class Staged(Own):
+        def train_step(self, data):
+            return {**super().train_step(data), "stage": tf.constant("first")}
+
+    x, y = line(rng, 24)
+    result = hk.check_step(model_with(layers.Dense(4), cls=Staged, optimizer="sgd"), x, y, batch_size=10)
+    assert result.is_equal, f"{result}"
+    assert "stage" not in {each.name for each in result.values}
+
+
 @pytest.mark.ranks(2, 3)
 def test_what_differs_is_named_with_its_cause(rng):
     x, y = line(rng, 24)

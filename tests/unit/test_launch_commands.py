@@ -297,6 +297,8 @@ def test_the_interface_between_hosts():
         (None, [answer("a", "172.17.0.2", client="172.17.0.1")], "got docker0, by which a is reached"),
         (None, [answer("a", "10.0.0.2", client="192.168.7.7")], "got 192.168.7.7"),
         (None, [one, answer("b", "10.9.0.3", "ens3")], "one network that all hosts are in"),
+        # The system may report an address without a netmask.
+        (None, [answer("a", "10.0.0.2", mask=None), answer("b", "10.0.0.3", "ens3", mask=None)], "one network that"),
         ("lo", [one], "lo, which reaches no other host"),
         ("ib0", [one], "ib0, which this host does not have"),
         ("eth0", [one, answer("b", "10.0.0.3", "ens3")], "eth0, which is missing on b"),

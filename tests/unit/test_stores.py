@@ -328,6 +328,16 @@ def test_a_lock_of_a_process_that_has_ended_here_is_replaced_at_once(store):
     lock.release()
 
 
+def test_a_lock_without_a_process_is_treated_as_one_of_an_unknown_run(store, monkeypatch):
+    monkeypatch.setattr(store_lock, "LEASE_SECONDS", 0.3)
+    for pid in (None, "17", 1.5, True, 0, -1, 10**30):
+        lock = store_lock.StoreLock(open_store(RUN, "logdir"))
+        holder = {**store_lock.describe_this_run(), "pid": pid, "id": "00"}
+        lock._path.fs.pipe_file(lock._path.path, json.dumps(holder).encode())
+        lock.acquire()  # after the lease, as nothing writes to the lock
+        lock.release()
+
+
 def test_events_of_repeated_steps_are_removed(store, tmp_path):
     for until in (4, 8):
         with hk.Supervisor(RUN, state={"a": 1}, save_model_secs=None, summary_steps=2) as supervisor:

@@ -233,7 +233,9 @@ def _subnet(answers: Sequence[Answer], names: set[str]) -> str:
     """Return the subnet that contains the addresses of all hosts."""
     addresses = [ipaddress.ip_address(one) for answer in answers for one in (answer.client, answer.server)]
     for answer in answers:
-        masks = [mask for found in answer.addresses.values() for address, mask in found if address == answer.server]
+        masks = [
+            mask for found in answer.addresses.values() for address, mask in found if address == answer.server and mask
+        ]
         for subnet in (ipaddress.ip_network(f"{answer.server}/{mask}", strict=False) for mask in masks):
             if all(address in subnet for address in addresses):
                 return str(subnet)

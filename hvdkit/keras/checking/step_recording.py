@@ -154,7 +154,9 @@ class StepRecorder(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:
         """Record a step; after the last one, end the program if a file is requested."""
         names = {id(v) for v in self.model.trainable_variables}
-        step = StepRecord({name: float(value) for name, value in (logs or {}).items() if np.ndim(value) == 0})
+        arrays = {name: np.asarray(value) for name, value in (logs or {}).items()}
+        numbers = {name: each for name, each in arrays.items() if each.ndim == 0 and each.dtype.kind not in "OSU"}
+        step = StepRecord({name: float(each) for name, each in numbers.items()})
         for name, variable in self._variables():
             is_half = self._is_half or variable.dtype in _HALF
             recorded = RecordedArray.of(np.asarray(tf.cast(tf.convert_to_tensor(variable), tf.float64)), is_half)
