@@ -40,7 +40,7 @@ PROFILED = """
 NEEDED = "if cluster.rank % 2 == 0: hk.allreduce(tf.ones(3))"
 JOBS = [
     ("horovodrun --gloo", ""),
-    ("hvdkit run", "hk.shutdown()"),
+    pytest.param("hvdkit run", "hk.shutdown()", marks=pytest.mark.nightly),
     pytest.param("mpirun", NEEDED, marks=pytest.mark.nightly),
     pytest.param("mpirun", "", marks=pytest.mark.nightly),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from helpers.jobs import MPI, run
+from helpers.pairwise import at_night
 
 PROGRAM = """
 import sys
@@ -84,7 +85,7 @@ print("iterations", int(getattr(model, "optimizer", optimizer).iterations))
 """
 
 
-@pytest.mark.parametrize("kind", ["fit", "loop", "backup"])
+@pytest.mark.parametrize("kind", at_night(("fit", "loop", "backup"), but=["fit"]))
 def test_a_run_that_has_finished_reports_nothing(tmp_path, kind):
     for is_finished in (False, True):
         job = run(FINISHED.replace("FOLDER", str(tmp_path)).replace("KIND", kind), MPI, 2)

@@ -6,6 +6,7 @@ import json
 
 import pytest
 from helpers.jobs import run
+from helpers.pairwise import at_night
 
 SAVE = """
 import hvdkit as hk
@@ -62,7 +63,7 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("order", list(ORDERS))
+@pytest.mark.parametrize("order", at_night(ORDERS, but=["hvdkit first"]))
 def test_a_new_process_loads_a_saved_model(order, folder):
     code = ORDERS[order] + LOAD.replace("FOLDER", str(folder)).replace("COMPILE", str(order == "keras first"))
     job = run(code)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from helpers.hosts import Hosts, missing
 from helpers.jobs import MARK, call, environment, marked
+from helpers.pairwise import at_night
 from helpers.speed import WAIT, wait_until
 
 import hvdkit as hk
@@ -123,7 +124,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", at_night(ENDS, but=("os.kill(os.getpid(), 9)", "return threading.Lock()")))
 def test_a_rank_that_ends_without_a_result_is_named(tmp_path, end):
     function = f"def f():\n    if hk.init().rank == 1:\n        {end}\n"
     done = run_program(tmp_path, f"import ctypes, os, sys, threading\nimport hvdkit as hk\n{function}hk.run(f)\n")
@@ -148,6 +149,7 @@ hk.run(f, [str(pathlib.Path("sub").resolve())], np=1)
     assert "the result of rank 0, of type only_there.Thing, cannot be unpickled here (ModuleNotFoundError" in last, last
 
 
+@pytest.mark.nightly
 def test_large_arguments_and_results(tmp_path):
     code = """
 import glob

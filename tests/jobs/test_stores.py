@@ -159,7 +159,7 @@ else:
 """.replace("BUCKET", BUCKET)
 
 
-@pytest.mark.parametrize(("partition", "share"), [("div", 1.0), ("mod", 2.0)])
+@pytest.mark.parametrize(("partition", "share"), [("div", 1.0), pytest.param("mod", 2.0, marks=pytest.mark.nightly)])
 def test_ranks_read_the_ranges_that_they_need(partition, share):
     """Each of two ranks needs half of a table; the checksums of interleaved rows cover the other half, too."""
     with served() as store:

@@ -92,7 +92,12 @@ def test_the_page_has_short_programs():
 
 
 @pytest.mark.parametrize(
-    ("hook", "kind"), [("on_epoch_end", "hk.fit"), ("on_train_batch_end", "plain"), ("function", "hk.fit")]
+    ("hook", "kind"),
+    [
+        ("on_epoch_end", "hk.fit"),
+        pytest.param("on_train_batch_end", "plain", marks=pytest.mark.nightly),
+        pytest.param("function", "hk.fit", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_callback_of_the_chief_that_hangs_is_named(hook, kind, tmp_path):
     (tmp_path / "bad.py").write_text(BAD)

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 from helpers.as_one import same_values
+from helpers.pairwise import at_night
 from helpers.saved_models import X, Y, fit, model_of
 
 import hvdkit as hk
@@ -75,7 +76,7 @@ def test_a_model_that_was_never_trained_can_be_loaded(shared_path):
     same_values(values(loaded), values(model), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("jit_compile", [True, False, "auto"])
+@pytest.mark.parametrize("jit_compile", at_night((True, False, "auto"), but=[True]))
 def test_jit_compile_is_kept(jit_compile, shared_path):
     results = []
     for how in (False, jit_compile):

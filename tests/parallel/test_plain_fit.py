@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers.as_one import raises_on_several
+from helpers.pairwise import at_night
 
 import hvdkit as hk
 from hvdkit.cluster.logs import warn_once
@@ -354,7 +355,7 @@ def compiled_fit(jit_compile, *more, **options):
 
 
 @pytest.mark.ranks(1, 2, 3)
-@pytest.mark.parametrize("options", [{}, {"steps_per_execution": 2}])
+@pytest.mark.parametrize("options", at_night(({}, {"steps_per_execution": 2}), but=[{"steps_per_execution": 2}]))
 def test_jit_compile_with_a_callback(options):
     plain = compiled_fit(False, **options)
     ours = compiled_fit(True, **options)
