@@ -125,10 +125,8 @@ class GlobalBatches(Iterator[Nest]):
         self._size = size
         self._with_sample_weight = with_sample_weight
         self._as_tensors = as_tensors
-        self._weights: tuple[int, np.ndarray | tf.Tensor | None] = (
-            0,
-            None,
-        )  # cache: the last global_count, and its sample_weight
+        # A cache: the last global_count, and its sample_weight.
+        self._weights: tuple[int, np.ndarray | tf.Tensor | None] = (0, None)
         self._position = DataPosition(plan)
         self._epoch_yielded = 0
         self._count: int | None = None  # b of the batch just yielded
