@@ -20,9 +20,8 @@ from harness import Output, publish
 from network import RATES, ROOT, Host, Hosts, limit, on_hosts
 from processes import BIN, environment, launch
 
-from hvdkit.commands.measure.cost import Link, fit_link, step_cost
+from hvdkit.commands.measure.cost import CYCLE_SECONDS, Link, doublings, fit_link, predict_scaling, step_cost
 from hvdkit.commands.measure.measurements import Gradient, Measurements
-from hvdkit.commands.measure.scaling import CYCLE_SECONDS, doublings, predict_scaling
 
 LIMIT = 0.15
 BUCKET_BYTES = 32 * 1024 * 1024  # hvdkit's default between hosts

@@ -9,7 +9,7 @@ from typing import TypeVar, cast
 
 from hvdkit.commands.run.config import RunConfig
 from hvdkit.commands.run.output import Shown
-from hvdkit.commands.run.ray_cluster import Strategy, check_resources, reserved
+from hvdkit.commands.run.ray_job import Strategy, check_resources, reserved
 from hvdkit.commands.run.run_function import call_on_ranks, function_call
 from hvdkit.errors import integer
 from hvdkit.machine.terminal import on_terminal

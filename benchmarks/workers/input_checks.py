@@ -16,8 +16,7 @@ from input_schema import BATCH, COLUMNS, LARGE_BATCH
 from timing import leave
 
 import hvdkit as hk
-from hvdkit.data.files.columns import taken
-from hvdkit.data.files.formats import BlockRows, FileLayout
+from hvdkit.data.files.formats import FileLayout, Format
 from hvdkit.data.files.listing import File
 from hvdkit.data.files.source import FileSource
 
@@ -90,29 +89,19 @@ def resume(args: argparse.Namespace, files: Sequence[str]) -> dict[str, float]:
     return {"late": seconds[2], "start": seconds[1]}
 
 
-class HugeFormat:
+class HugeFormat(Format):
     """Rows that are computed: each is its own number. Only the order of the rows costs time and memory."""
 
     name = "huge"
-    suffixes: tuple[str, ...] = ()
-    reads_rows = True
 
     def scan(self, file: File) -> FileLayout:
         """Return the layout of 10 billion rows in blocks."""
         full, rest = divmod(TEN_BILLION, BLOCK)
         return FileLayout([BLOCK] * full + [rest] * (rest > 0), "row: int64", 8 * BLOCK)
 
-    def load(self, file: File, layout: FileLayout, block: int) -> np.ndarray:
-        """Return the rows of a block."""
-        return layout.rows_of(block)
-
     def load_rows(self, file: File, layout: FileLayout, rows: np.ndarray) -> np.ndarray:
         """Return rows."""
         return rows
-
-    def take(self, parts: Sequence[BlockRows], rows: int) -> np.ndarray:
-        """Return the numbers of the rows."""
-        return taken(parts, rows)
 
 
 def huge(mode: Any, folder: Path) -> dict[str, float]:

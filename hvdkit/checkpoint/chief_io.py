@@ -2,7 +2,8 @@
 
 The chief controls the exchange. It broadcasts the description of the next transfer; then one collective moves about
 1 MiB. A rank therefore holds at most its own part plus one such piece. No rank leaves the exchange before the chief
-ends it: an error of another rank is raised then, and the rows that it cannot read are transfers of 0 bytes.
+ends it by a message without a transfer: an error of another rank is raised then, and the rows that it cannot read are
+transfers of 0 bytes. Ranks then agree on whether an error occurred.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -40,40 +41,40 @@ class _Transfer(NamedTuple):
     target: int
 
 
-class _End(NamedTuple):
-    """The chief's final message: no further transfer follows. Ranks then agree on whether an error occurred."""
+class SaveThroughChief(Save):
+    """The chief writes all files, and receives the other ranks' parts."""
 
+    def start(self) -> SaveThroughChief:
+        """Write, and return when it is over: collectives must run in the thread that trains."""
+        self._thread.run()
+        return self
 
-class ThroughChief:
-    """The chief writes all files, and receives the other ranks' parts. Every rank saves in the thread that trains."""
-
-    uses_network = True
-
-    def collect(self, save: Save, snapshot: Snapshot) -> list[SaveReport]:
+    def _collect(self, snapshot: Snapshot) -> list[SaveReport]:
         """Write all ranks' parts on the chief."""
-        descriptions = self._descriptions(snapshot)
         by_name = {tensor.name: tensor for tensor in snapshot.tensors}
+        descriptions = _describe_parts(snapshot)
         with _leading():
-            reports = [save.write_own(snapshot)]
+            reports = [self.write_own(snapshot)]
             for rank, (names, metadata, indices) in list(enumerate(descriptions))[1:]:
                 parts = [_remote(by_name[name], rank, indices) for name in names]
-                reports.append(save.write_shard(rank, parts, metadata, indices))
+                reports.append(SaveReport(self.write_shard(parts, metadata, rank), indices))
         return reports
 
-    def send(self, save: Save, snapshot: Snapshot) -> None:
+    def _send(self, snapshot: Snapshot) -> None:
         """Send this rank's part to the chief."""
-        self._descriptions(snapshot)
+        _describe_parts(snapshot)
         parts = {tensor.name: tensor for tensor in snapshot.shard_tensors()}
         _follow(lambda transfer: parts[transfer.name].block(transfer.start, transfer.stop), lambda *_: None)
 
-    @staticmethod
-    def _descriptions(snapshot: Snapshot) -> list[tuple[list[str], dict[str, str], Indices]]:
-        """Return the names of the tensors in every rank's part, its metadata, and its indices."""
 
-        def describe_part() -> tuple[list[str], dict[str, str], Indices]:
-            return [tensor.name for tensor in snapshot.shard_tensors()], snapshot.metadata(), snapshot.indices()
-
-        return gather(cluster.exchange(), "a save through the chief", describe_part, error=CancelledSaveError)
+def _describe_parts(snapshot: Snapshot) -> list[tuple[list[str], dict[str, str], Indices]]:
+    """Return the names of the tensors in every rank's part, its metadata, and its indices."""
+    return gather(
+        cluster.exchange(),
+        "a save through the chief",
+        lambda: ([tensor.name for tensor in snapshot.shard_tensors()], snapshot.metadata(), snapshot.indices()),
+        error=CancelledSaveError,
+    )
 
 
 def _remote(tensor: StateTensor, rank: int, indices: Indices) -> StateTensor:
@@ -126,9 +127,9 @@ def _leading() -> Iterator[None]:
     try:
         yield
     except Exception:
-        cluster.exchange().broadcast(_End(), 0)
+        cluster.exchange().broadcast(None, 0)
         raise
-    cluster.exchange().broadcast(_End(), 0)
+    cluster.exchange().broadcast(None, 0)
 
 
 def _follow(read: Callable[[_Transfer], np.ndarray], store: Callable[[_Transfer, np.ndarray], None]) -> None:
@@ -142,8 +143,7 @@ def _follow(read: Callable[[_Transfer], np.ndarray], store: Callable[[_Transfer,
         Exception: the exception of ``read`` or ``store``, at the end: other ranks wait for this one in every transfer.
     """
     problem: Exception | None = None
-    message = cast("_Transfer | _End", None)  # the chief's is received
-    while not isinstance(transfer := cluster.exchange().broadcast(message, 0), _End):
+    while (transfer := cluster.exchange().broadcast(None, 0)) is not None:
         sent = _NOTHING
         if transfer.source == cluster.rank() and problem is None:
             try:

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from hvdkit.checkpoint import stores
 from hvdkit.checkpoint.bounds import manifest_bytes
@@ -21,43 +21,14 @@ if TYPE_CHECKING:
     from upath import UPath
 
 
-class Destination(Protocol):
-    """Where one save of one rank puts its files.
+class LocalFolder:
+    """A folder with a temporary name that all ranks share, next to the checkpoint that it becomes.
 
     Attributes:
-        folder: where its files are written first.
+        folder: where one rank writes its files first.
         suffix: of the names of its files.
         polls: the shortest and the longest pause between two looks for a report, in seconds.
     """
-
-    folder: Path
-    suffix: str
-    polls: tuple[float, float]
-
-    def prepare(self) -> None:
-        """Make the folder. Raises CheckpointError if that fails."""
-
-    def publish(self, name: str) -> None:
-        """Bring a file that is complete to where the checkpoint will be."""
-
-    def send_report(self, rank: int, text: str) -> None:
-        """Tell the chief that the files of ``rank`` are there."""
-
-    def take_report(self, rank: int) -> tuple[RunPath, bytes] | None:
-        """On the chief: return where a rank's report was, and its text; None if there is none yet."""
-
-    def commit(self, manifest: Manifest, check: Callable[[], None]) -> None:
-        """On the chief: make the checkpoint complete. ``check`` raises to prevent it."""
-
-    def close(self) -> None:
-        """Remove what only this rank needed while it wrote."""
-
-    def discard(self, *, is_chief: bool) -> None:
-        """Remove the files of a save that failed, once all ranks have stopped writing."""
-
-
-class LocalFolder:
-    """A folder with a temporary name that all ranks share, next to the checkpoint that it becomes."""
 
     suffix = ""
     polls = (0.002, 0.01)
@@ -67,20 +38,20 @@ class LocalFolder:
         self._target = target
 
     def prepare(self) -> None:
-        """See :class:`Destination`."""
+        """Make the folder. Raises CheckpointError if that fails."""
         make_folder(self.folder)
 
     def publish(self, name: str) -> None:
-        """See :class:`Destination`."""
+        """Bring a file that is complete to where the checkpoint will be: here, it is there."""
 
     def send_report(self, rank: int, text: str) -> None:
-        """See :class:`Destination`."""
+        """Report to the chief that the files of ``rank`` are there."""
         # The chief renames the folder after the last report: from then on it cannot be synced by this name.
         with atomic_file(self._report(rank), "w") as file:
             file.write(text)
 
     def take_report(self, rank: int) -> tuple[RunPath, bytes] | None:
-        """See :class:`Destination`."""
+        """On the chief: return where a rank's report was, and its text; None if there is none yet."""
         path = self._report(rank)
         if not path.exists():
             return None
@@ -92,22 +63,22 @@ class LocalFolder:
         return self.folder / f"rank-{rank:05d}.json"
 
     def commit(self, manifest: Manifest, check: Callable[[], None]) -> None:
-        """See :class:`Destination`."""
+        """On the chief: make the checkpoint complete. ``check`` raises to prevent it."""
         manifest.write(self.folder)
         check()
         commit(self.folder, self._target)
 
     def close(self) -> None:
-        """See :class:`Destination`."""
+        """Remove what only this rank needed while it wrote."""
 
     def discard(self, *, is_chief: bool) -> None:
-        """See :class:`Destination`."""
+        """Remove the files of a save that failed, once all ranks have stopped writing."""
         if is_chief:
             remove_folder(self.folder)
 
 
 class StoreFolder:
-    """A folder in a store. Each file is written to a temporary local folder, uploaded, and removed there.
+    """The same in a store. Each file is written to a temporary local folder, uploaded, and removed there.
 
     The local copy frees the memory of the snapshot soon, however slow the store is, and can be sent again if a
     connection ends.
@@ -124,27 +95,23 @@ class StoreFolder:
         self._reports: list[str] = []
 
     def prepare(self) -> None:
-        """See :class:`Destination`."""
         with checkpoint_errors(self.folder, "written"):
             self.folder = Path(tempfile.mkdtemp(prefix="hvdkit-save-"))
         if stores.exists(self._target / NAME):  # on all ranks: the manifest is replaced after all have reported
             self.suffix = f"-{self._token}"
 
     def publish(self, name: str) -> None:
-        """See :class:`Destination`."""
         self._published.append(self._target / name)
         stores.upload(self.folder / name, self._target / name)
         with contextlib.suppress(OSError):
             (self.folder / name).unlink()
 
     def send_report(self, rank: int, text: str) -> None:
-        """See :class:`Destination`."""
         path = self._target / report_name(rank, self._token)
         self._published.append(path)
         stores.write_bytes(path, text.encode())
 
     def take_report(self, rank: int) -> tuple[RunPath, bytes] | None:
-        """See :class:`Destination`."""
         path = self._target / report_name(rank, self._token)
         data = stores.read_start(path, manifest_bytes(1))
         if data is None:
@@ -153,7 +120,6 @@ class StoreFolder:
         return path, data
 
     def commit(self, manifest: Manifest, check: Callable[[], None]) -> None:
-        """See :class:`Destination`."""
         check()
         replaced = files_of(self._target) if self.suffix else []
         if self.suffix and not is_good(self._target):
@@ -168,15 +134,8 @@ class StoreFolder:
             sweep(self._target, manifest, [*replaced, *self._reports])
 
     def close(self) -> None:
-        """See :class:`Destination`."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def discard(self, *, is_chief: bool) -> None:
-        """See :class:`Destination`."""
         with contextlib.suppress(CheckpointError):
             stores.remove(self._published)
-
-
-def destination_of(target: RunPath, token: str) -> Destination:
-    """Return where a save writes; ``token`` is the same on every rank, and unique for every save."""
-    return LocalFolder(target, token) if isinstance(target, Path) else StoreFolder(target, token)

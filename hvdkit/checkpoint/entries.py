@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -95,14 +95,6 @@ class StateTensor:
         """Return this tensor with its current values: an update of the variable does not change them."""
         array = np.ascontiguousarray(self.read())
         return replace(self, read=lambda: array, rows=None)
-
-    def released(self) -> StateTensor:
-        """Return this tensor without its values, once they are written."""
-        return replace(self, read=_raise_released, assign=_raise_released, rows=None, variable=None)
-
-
-def _raise_released(*_: object) -> NoReturn:
-    raise AssertionError("the values of a tensor are read after they were released")
 
 
 @dataclass

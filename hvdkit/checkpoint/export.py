@@ -98,11 +98,7 @@ def bytes_to_export(path: str | RunPath, names: Sequence[str] | None = None) -> 
 
 
 def check_target(directory: Path, overwrite: bool) -> None:
-    """Check that ``directory`` is missing or empty, or may be overwritten.
-
-    Raises:
-        ValueError: it is not empty, or is a file.
-    """
+    """Check that ``directory`` is missing or an empty folder, or one that may be overwritten."""
     if directory.exists() and not directory.is_dir():
         raise ValueError(describe("directory", f"{directory}, a file", "a folder", "give another"))
     if not overwrite and directory.is_dir() and any(directory.iterdir()):

@@ -13,7 +13,7 @@ import shutil
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 from hvdkit.checkpoint import stores
 from hvdkit.errors import CheckpointError, CorruptCheckpointError, describe
@@ -50,21 +50,14 @@ _KINDS = {
 
 
 def run_path(path: str | RunPath, argument: str) -> RunPath:
-    """Return a local path, or the path of a store for a URL or a ``UPath``, whose options for its client are kept.
-
-    Raises:
-        ValueError: it is a URL of an unknown protocol, or whose package is not installed.
-    """
-    if not stores.is_url(path):
-        return local_path(path, argument)
-    return stores.open_store(path, argument)
+    """Return a local path, or the path of a store for a URL or a ``UPath``, whose options for its client are kept."""
+    return stores.open_store(path, argument) if stores.is_url(path) else local_path(path, argument)
 
 
 def local_path(path: str | RunPath, argument: str) -> Path:
     """Return a path of a local file system; ``file:///tmp/a`` is ``/tmp/a``.
 
-    Raises:
-        ValueError: it is the URL of a store, of which a local folder such as ``gs:`` would be made.
+    The URL of a store is a ValueError: a local folder such as ``gs:`` would be made of it.
     """
     if stores.is_url(path):
         got = stores.without_secrets(str(path))
@@ -110,10 +103,8 @@ def read_errors(path: RunPath) -> Iterator[None]:
 def open_regular(path: Path) -> int:
     """Open a regular file for reading, and return its descriptor; links are followed.
 
-    To open a FIFO waits for a writer, and a device has no end.
-
-    Raises:
-        CorruptCheckpointError: it is missing, is something else than a regular file, or cannot be read.
+    A FIFO would wait for a writer, and a device has no end: they raise CorruptCheckpointError, as a file does that is
+    missing or cannot be read.
     """
     with read_errors(path):
         _check_regular(path, path.stat())  # some devices do something when they are opened
@@ -143,11 +134,7 @@ def is_folder(path: RunPath) -> bool:
 
 
 def names_in(folder: RunPath) -> list[str]:
-    """Return the names in a folder; a missing folder of a store is empty.
-
-    Raises:
-        OSError: a local folder cannot be read.
-    """
+    """Return the names in a folder; a missing one of a store is empty. Raises OSError for a local one."""
     return [path.name for path in folder.iterdir()] if isinstance(folder, Path) else list(stores.sizes(folder))
 
 
@@ -160,11 +147,9 @@ def regular_size(path: Path) -> int:
 
 
 def regular_sizes(folder: RunPath, expected: Mapping[str, int]) -> Iterator[tuple[str, int | None]]:
-    """Yield the length of each file, in bytes, or None if it is missing. Raises as :func:`open_regular` does.
+    """Yield name and length of each file, None if it is missing. Raises as :func:`open_regular` does.
 
-    Args:
-        folder: the folder.
-        expected: the names of the files, with their lengths.
+    With the ``expected`` lengths, a store needs fewer requests.
     """
     if not isinstance(folder, Path):
         yield from stores.sizes_of(folder, expected)
@@ -174,11 +159,7 @@ def regular_sizes(folder: RunPath, expected: Mapping[str, int]) -> Iterator[tupl
 
 
 def read_bounded(path: RunPath, most: int) -> bytes:
-    """Return the contents of a small regular file.
-
-    Raises:
-        CorruptCheckpointError: it has more than ``most`` bytes, or as :func:`open_regular`.
-    """
+    """Return the contents of a regular file of at most ``most`` bytes. Raises as :func:`open_regular` does."""
     if not isinstance(path, Path):
         return stores.read_bounded(path, most)
     with os.fdopen(open_regular(path), "rb") as file, read_errors(path):
@@ -188,27 +169,12 @@ def read_bounded(path: RunPath, most: int) -> bytes:
         return file.read(size)
 
 
-class ReadableFile(Protocol):
-    """A file that is read by ranges.
+class RegularFile:
+    """A local regular file that is read by ranges. Raises as :func:`open_regular` does.
 
     Attributes:
         size: its length in bytes.
     """
-
-    size: int
-
-    def read_into(self, view: memoryview, offset: int, until: int) -> int:
-        """Fill the start of ``view`` with bytes from ``offset`` on; return their number, 0 at the end.
-
-        The caller will read on up to byte ``until``, and may be given these bytes from memory.
-        """
-
-    def close(self) -> None:
-        """Close the file."""
-
-
-class _RegularFile:
-    """A local regular file. Raises as :func:`open_regular` does."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -216,30 +182,29 @@ class _RegularFile:
         self.size = os.fstat(self._descriptor).st_size
 
     def read_into(self, view: memoryview, offset: int, until: int) -> int:
+        """Fill the start of ``view`` with bytes from ``offset`` on; return their number, 0 at the end.
+
+        The caller will read on up to byte ``until``, and may be given these bytes from memory.
+        """
         with read_errors(self._path):
             return os.preadv(self._descriptor, [view], offset)
 
     def close(self) -> None:
+        """Close the file."""
         os.close(self._descriptor)
 
 
-def open_readable(path: RunPath) -> ReadableFile:
-    """Open a file to read ranges of it.
+ReadableFile: TypeAlias = RegularFile | stores.StoreFile
 
-    Raises:
-        CorruptCheckpointError: it is missing or, locally, no regular file or cannot be read.
-        CheckpointError: a store does not answer.
-    """
-    return _RegularFile(path) if isinstance(path, Path) else stores.StoreFile(path)
+
+def open_readable(path: RunPath) -> ReadableFile:
+    """Open a file to read ranges of it; see :class:`RegularFile` and :class:`~hvdkit.checkpoint.stores.StoreFile`."""
+    return RegularFile(path) if isinstance(path, Path) else stores.StoreFile(path)
 
 
 @contextlib.contextmanager
 def atomic_file(path: Path, mode: str) -> Iterator[IO[Any]]:
-    """Yield a temporary file to write, which is synced and renamed to ``path`` at the end, or removed on an error.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
+    """Yield a temporary file to write, which is synced and renamed to ``path`` at the end, or removed on an error."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with (
         checkpoint_errors(path, "written"),

@@ -55,9 +55,6 @@ def commit(source: Path, target: Path) -> None:
 
     If the process is killed between the two renames, the old checkpoint has a temporary name; :func:`tidy` renames it
     back. Whatever else has the name is not removed but renamed to ``step-....damaged``.
-
-    Raises:
-        CheckpointError: the file system reports an error.
     """
     with checkpoint_errors(target, "written"):
         sync(source)
@@ -75,11 +72,7 @@ def commit(source: Path, target: Path) -> None:
 
 
 def check_replaceable(target: RunPath) -> None:
-    """Check that a save may replace ``target``: nothing, an empty folder, or a checkpoint, intact or damaged.
-
-    Raises:
-        CheckpointError: it is something else, which would be renamed.
-    """
+    """Raise unless a save may replace ``target``: nothing, an empty folder, or a checkpoint, intact or damaged."""
     with checkpoint_errors(target, "read"):
         may_replace = step_of(target) is not None or is_checkpoint(target)
         if exists(target) and not may_replace and not _is_empty_folder(target):
@@ -98,9 +91,6 @@ def list_checkpoints(folder: RunPath) -> list[RunPath]:
     """Return what is named like a step in a folder, oldest first: checkpoints, intact or damaged.
 
     In a store, only what has a manifest: the rest is a save that is in progress, or was killed.
-
-    Raises:
-        CheckpointError: ``folder`` exists, but is not a folder, or cannot be read.
     """
     if isinstance(folder, Path) and not os.path.lexists(folder):
         return []
@@ -126,27 +116,23 @@ def checkpoints_in(folder: RunPath) -> list[RunPath]:
 
 def is_good(path: RunPath) -> bool:
     """Return True unless :func:`find_damage` finds damage; a checkpoint with a damage note is not read."""
-    return read_damage(path) is None and _manifest_damage(path) is None
+    return read_damage(path) is None and isinstance(_load(path), Manifest)
 
 
 def find_damage(path: RunPath) -> str | None:
     """Return the damage of ``path`` that the manifest, the file lengths or a damage note show; None if it is good."""
-    return _manifest_damage(path) or read_damage(path)
-
-
-def _manifest_damage(path: RunPath) -> str | None:
     found = _load(path)
-    return None if isinstance(found, Manifest) else str(found)
+    return read_damage(path) if isinstance(found, Manifest) else found
 
 
-def _load(path: RunPath) -> Manifest | CheckpointError:
+def _load(path: RunPath) -> Manifest | str:
     """Return a checkpoint's manifest, or what is wrong with it. Raises UnansweredError if its store does not answer."""
     try:
         return Manifest.load(path)
     except stores.UnansweredError:
         raise
     except CheckpointError as error:
-        return error
+        return str(error)
 
 
 def latest(folder: str | RunPath) -> RunPath | None:
@@ -205,16 +191,12 @@ def read_damage(path: RunPath) -> str | None:
         return None
     else:
         try:
-            start = _start_of(note)
+            with os.fdopen(open_regular(note), "rb") as file, read_errors(note):
+                start = file.read(NOTE_BYTES)
         except CheckpointError as error:
             return printable(error)
     text = start.decode(errors="replace").strip()
     return printable(text) or f"{note} is empty"
-
-
-def _start_of(note: Path) -> bytes:
-    with os.fdopen(open_regular(note), "rb") as file, read_errors(note):
-        return file.read(NOTE_BYTES)
 
 
 def _note_path(path: RunPath) -> RunPath:
@@ -261,7 +243,10 @@ def prune(current: RunPath, max_to_keep: int | None, keep_every: int | None, kno
     for path in older[: max(0, len(older) - (max_to_keep - 1))]:
         if keep_every is None or (step_of(path) or 0) % keep_every:
             if isinstance(path, Path):
-                _remove(path)
+                # Rename first: a partially removed folder must not look like a checkpoint.
+                removed = path.with_name(f"{_WRITING}{path.name}-old")
+                path.rename(removed)
+                remove_folder(removed)
             else:
                 known.discard(path.name)
                 manifest = _load(path)
@@ -285,13 +270,6 @@ def _good_in_store(current: UPath, known: set[str]) -> list[RunPath]:
         else:
             known.discard(path.name)
     return _in_order(folder / name for name in known)
-
-
-def _remove(path: Path) -> None:
-    # Rename first: a partially removed folder must not look like a checkpoint.
-    removed = path.with_name(f"{_WRITING}{path.name}-old")
-    path.rename(removed)
-    remove_folder(removed)
 
 
 def tidy(folder: RunPath, only: str | None = None) -> None:

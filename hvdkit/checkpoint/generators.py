@@ -78,11 +78,7 @@ def _array(saved: object, current: np.ndarray, key: str) -> np.ndarray:
 
 
 def python_state(saved: object) -> tuple[int, tuple[int, ...], float | None]:
-    """Return a saved state of a ``random.Random``: its version, 624 words and their position, and a normal number.
-
-    Raises:
-        CorruptCheckpointError: it is none.
-    """
+    """Return a checked state of a ``random.Random``: its version, 624 words and their position, and a normal number."""
     if not isinstance(saved, list) or len(saved) != 3 or not isinstance(saved[1], list):
         raise _wrong("state", saved, "a version, words and a number")
     version, words, normal = saved

@@ -10,7 +10,6 @@ from hvdkit.checkpoint.files import RunPath, exists, run_path
 from hvdkit.checkpoint.folder import checkpoints_in, find_damage, latest
 from hvdkit.checkpoint.manifest import NAME, Manifest, is_checkpoint
 from hvdkit.checkpoint.reading import Reader
-from hvdkit.checkpoint.tensor_entry import TensorEntry
 from hvdkit.errors import CheckpointError, counted, describe, printable
 from hvdkit.machine.terminal import aligned
 
@@ -38,12 +37,6 @@ class Variable:
     partition: str | None
     parts: int
     bytes: int
-
-    @classmethod
-    def of(cls, name: str, tensor: TensorEntry) -> Variable:
-        """Return the description of ``name`` from its manifest entry."""
-        parts = len(tensor.parts)
-        return cls(name, tensor.kind, tensor.shape, tensor.dtype, tensor.partition, parts, tensor.bytes)
 
 
 @dataclass(frozen=True)
@@ -184,11 +177,7 @@ def inspect(path: str | RunPath) -> Inspection | Listing:
 
 
 def checkpoints_at(path: RunPath) -> list[RunPath]:
-    """Return ``[path]`` if it is a checkpoint, else the checkpoints of the folder or ``logdir``, oldest first.
-
-    Raises:
-        CheckpointError: no checkpoint is found.
-    """
+    """Return ``[path]`` if it is a checkpoint, else those of the folder or ``logdir``, oldest first; raise if none."""
     if is_checkpoint(path):
         return [path]
     checkpoints = checkpoints_in(path)
@@ -198,11 +187,7 @@ def checkpoints_at(path: RunPath) -> list[RunPath]:
 
 
 def newest_at(path: RunPath) -> RunPath:
-    """Return ``path`` if it is a checkpoint, else the newest intact one of the folder or ``logdir``.
-
-    Raises:
-        CheckpointError: no checkpoint is found.
-    """
+    """Return ``path`` if it is a checkpoint, else the newest intact one of the folder or ``logdir``; raise if none."""
     if is_checkpoint(path):
         return path
     newest = latest(path)
@@ -236,7 +221,10 @@ def _inspect_one(path: RunPath) -> Inspection:
         versions=manifest.versions,
         bytes=_total_bytes(manifest),
         damage=damage,
-        variables=tuple(Variable.of(name, tensor) for name, tensor in manifest.variables.items()),
+        variables=tuple(
+            Variable(name, entry.kind, entry.shape, entry.dtype, entry.partition, len(entry.parts), entry.bytes)
+            for name, entry in manifest.variables.items()
+        ),
         values=manifest.values,
         rank_values=rank_values,
     )

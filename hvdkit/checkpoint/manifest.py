@@ -111,16 +111,12 @@ class Manifest:
     _version_1_values: dict[str, tuple[object, ...]] = field(default_factory=dict)
 
     def write(self, folder: RunPath) -> None:
-        """Write ``folder/manifest.json`` durably.
-
-        Raises:
-            CheckpointError: it cannot be written.
-            TypeError: a value cannot be represented as JSON.
-        """
+        """Write ``folder/manifest.json`` durably. Raises TypeError for a value that JSON cannot represent."""
         self.created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         self.versions = {"hvdkit": __version__, "numpy": np.__version__, "python": platform.python_version()}
         content: dict[str, object] = {"format": FORMAT, "format_version": VERSION}
-        content |= {key: getattr(self, key) for key in _UNCHANGED}
+        for key in ("step", "size", "values", "rank_values", "created", "versions"):
+            content[key] = getattr(self, key)
         content["variables"] = {name: asdict(saved) for name, saved in self.variables.items()}
         content["files"] = {n: {"bytes": r.bytes, "checksum": r.checksum} for n, r in self.files.items()}
         content = json.loads(json.dumps(content))  # as it will be read: with strings as keys, arrays for tuples
@@ -178,7 +174,8 @@ class Manifest:
             raise CheckpointError(
                 f"{folder}: is not a checkpoint: it has no {NAME}; pass a folder such as step-000001200"
             )
-        entries = _entries(folder)
+        with read_errors(folder):
+            entries = len(names_in(folder))
         content = json_of(read_bounded(file, manifest_bytes(entries)), file)
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             got = content.get("format") if isinstance(content, dict) else content
@@ -269,11 +266,7 @@ class Manifest:
         return {int(match[1]): match[0] for match in matches if match and int(match[2]) == self.size}
 
     def rank_values_in(self, rank: int, file: TensorFile | None) -> Mapping[str, object]:
-        """Return the values specific to ``rank``, by name, from its open ``file`` (None if it did not write one).
-
-        Raises:
-            CorruptCheckpointError: they differ from those written.
-        """
+        """Return the values specific to ``rank``, by name, from its open ``file`` (None if it did not write one)."""
         if self._version_1_values:
             return {name: values[rank] for name, values in self._version_1_values.items()}
         if not self.rank_values:
@@ -299,30 +292,13 @@ class Manifest:
                 parts.setdefault(part.file, []).append((name, part))
         return parts
 
-    def open(self, folder: RunPath, file: str) -> TensorFile:
-        """Open one of the checkpoint's files and verify its header.
-
-        Raises:
-            CheckpointError: it cannot be read.
-            CorruptCheckpointError: its length, header or checksums differ from those written.
-        """
-        if file not in self.files:
-            raise CorruptCheckpointError(f"{folder / NAME}: {file} is not among its files")
-        tensor_file = TensorFile(folder / file, self.files[file])
-        for name, part in self.parts_by_file[file]:
-            problem = self.mismatch(tensor_file, name, part)
-            if problem is not None:
-                tensor_file.close()
-                raise CorruptCheckpointError(problem)
-        return tensor_file
-
     def mismatch(self, file: TensorFile, name: str, part: Part) -> str | None:
         """Return how the header of ``file`` differs from ``part`` of the tensor ``name``, or None."""
         location = file.locations.get(name)
         tensor = self.variables[name]
         if location is None:
             return f"{file.path}: {name!r} does not match {NAME} (it is not in the file)"
-        shape = part.shape_of(tensor)
+        shape = tensor.shape if part.index is None else tuple(map(len, part.ranges()))
         if location.dtype != np.dtype(tensor.dtype) or location.shape != shape:
             got = f"{location.dtype.name}{list(location.shape)}"
             expected = f"{tensor.dtype}{list(shape)}"
@@ -338,14 +314,6 @@ def is_checkpoint(path: RunPath) -> bool:
     In a store, a checkpoint exists when its manifest does.
     """
     return exists(path / NAME) or (isinstance(path, Path) and step_of(path) is not None and exists(path))
-
-
-def _entries(folder: RunPath) -> int:
-    with read_errors(folder):
-        return len(names_in(folder))
-
-
-_UNCHANGED = ("step", "size", "values", "rank_values", "created", "versions")
 
 
 def _checksum(content: dict[str, object]) -> str:

@@ -32,10 +32,8 @@ def match(manifest: Manifest, state: State, path: RunPath) -> dict[str, str]:
 
     Each key of the state must match completely; saved keys that the state does not have are ignored. Equal names
     match, in any order. Keras numbers layers in creation order (``dense``, ``dense_1``), so the same model may have
-    different names; then tensors are matched by position, and names must be equal except for numbers.
-
-    Raises:
-        CheckpointError: the checkpoint is from another model; the message names the first tensor that differs.
+    different names; then tensors are matched by position, and names must be equal except for numbers. The
+    CheckpointError about a checkpoint of another model names the first tensor that differs.
     """
     pairs: dict[str, str] = {}
     all_saved = _by_key(manifest.variables)

@@ -29,13 +29,7 @@ Signature: TypeAlias = list[Entry]
 def run_on_chief(kind: str, action: Callable[[], T]) -> T:
     """Run ``action`` on the chief and return its result, which must be picklable, on every rank.
 
-    Args:
-        kind: a description for messages; the same on every rank.
-        action: the function to run; may raise.
-
-    Raises:
-        Exception: on the chief: the exception that ``action`` raised.
-        CheckpointError: on other ranks; the message has that of the chief.
+    If it raises, other ranks raise CheckpointError with the message of the chief. ``kind`` describes it in messages.
     """
     value = action if cluster.is_chief() else lambda: None
     return cast(T, agreement.gather(cluster.exchange(), kind, value, error=CheckpointError)[0])
@@ -204,11 +198,7 @@ def _read_again(path: RunPath, checksum: str) -> Manifest:
 def read_rank_values(
     path: RunPath, manifest: Manifest, state: State, ranks: Iterable[int]
 ) -> dict[int, Mapping[str, object]]:
-    """Return the plain values of those of ``ranks`` that saved; of no rank if ``state`` has no such values.
-
-    Raises:
-        CorruptCheckpointError: they differ from those written.
-    """
+    """Return the plain values of those of ``ranks`` that saved; of no rank if ``state`` has no such values."""
     if not any(value.per_rank for value in state.values.values()):
         return {}
     with Reader(path, manifest) as reader:
@@ -218,8 +208,7 @@ def read_rank_values(
 def check_shared(folder: RunPath) -> None:
     """Create ``folder`` and check that every rank sees a file that the chief writes there.
 
-    Raises:
-        CheckpointError: on every rank: the folder cannot be written, or a rank does not see the file.
+    Otherwise every rank raises CheckpointError.
     """
 
     def create_probe() -> str:

@@ -10,7 +10,7 @@ import numpy as np
 
 from hvdkit.checkpoint.entries import Resize, StateTensor
 from hvdkit.checkpoint.files import RunPath
-from hvdkit.checkpoint.manifest import Manifest
+from hvdkit.checkpoint.manifest import NAME, Manifest
 from hvdkit.checkpoint.tensor_entry import Part, TensorEntry
 from hvdkit.checkpoint.tensorfile import BLOCK_BYTES, TensorFile
 from hvdkit.data.aligned import aligned_empty
@@ -24,7 +24,8 @@ OPEN_FILES = 64
 class Reader(contextlib.AbstractContextManager["Reader"]):
     """Reads verified tensors of one checkpoint. Each file's header is read once, on first use.
 
-    At most :data:`OPEN_FILES` files are open at a time, regardless of the number of ranks that saved.
+    At most :data:`OPEN_FILES` files are open at a time, regardless of the number of ranks that saved. Every method that
+    reads raises CorruptCheckpointError if bytes differ from those saved; the message names file, tensor and rows.
 
     Attributes:
         bytes_read: bytes read from all files so far, including headers.
@@ -53,9 +54,6 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
             tensor: the tensor to restore, with the index for that rank.
             name: its name in the checkpoint.
             rank, size: a rank of this job, and its number of ranks.
-
-        Raises:
-            CorruptCheckpointError: bytes differ from those saved; the message names file, tensor and rows.
         """
         if tensor.kind == "replicated":
             return self.whole(name)
@@ -65,11 +63,7 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         return self.sharded(name, tensor.index, flat=tensor.partition == FLAT)
 
     def whole(self, name: str) -> np.ndarray:
-        """Return an entire replicated or sharded tensor.
-
-        Raises:
-            CorruptCheckpointError: its bytes differ from those saved; the message names file, tensor and rows.
-        """
+        """Return an entire replicated or sharded tensor."""
         tensor = self._manifest.variables[name]
         if tensor.kind == "replicated":
             out = aligned_empty(tensor.shape, np.dtype(tensor.dtype))
@@ -77,11 +71,7 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         return self.sharded(name, tuple(map(range, tensor.shape)))
 
     def per_rank(self, name: str, rank: int, size: int, resize: Resize) -> np.ndarray | None:
-        """Return the value of a per-rank tensor for ``rank`` of ``size``, or None to keep the current value.
-
-        Raises:
-            CorruptCheckpointError: as above.
-        """
+        """Return the value of a per-rank tensor for ``rank`` of ``size``, or None to keep the current value."""
         tensor = self._manifest.variables[name]
         saved_size = self._manifest.size
         if size == saved_size or (resize == "keep" and rank < saved_size):
@@ -104,13 +94,7 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
     def sharded(self, name: str, index: tuple[range, ...], *, flat: bool = False) -> np.ndarray:
         """Return the part of a sharded tensor at the global indices ``index``, reading only the rows needed.
 
-        Args:
-            name: the tensor's name.
-            index: global indices along each axis.
-            flat: ``index`` is one range of elements in row-major order.
-
-        Raises:
-            CorruptCheckpointError: as above, or the saved parts do not cover ``index``.
+        If ``flat``, the index is one range of elements in row-major order.
         """
         tensor = self._manifest.variables[name]
         if flat:
@@ -180,26 +164,33 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         return into.size
 
     def rank_values(self, rank: int) -> Mapping[str, object]:
-        """Return the plain values specific to ``rank``, by name.
-
-        Raises:
-            CorruptCheckpointError: they differ from those written.
-        """
+        """Return the plain values specific to ``rank``, by name."""
         name = self._manifest.shards.get(rank)
         return self._manifest.rank_values_in(rank, None if name is None else self.open(name))
 
     def all_rank_values(self) -> dict[str, list[object]]:
-        """Return the plain values of every rank that saved, ``{name: [rank 0's, rank 1's, ...]}``. Raises as above."""
+        """Return the plain values of every rank that saved, ``{name: [rank 0's, rank 1's, ...]}``."""
         ranks = range(self._manifest.size if self._manifest.rank_values else 0)
         by_rank = [self.rank_values(rank) for rank in ranks]
         return {name: [values[name] for values in by_rank] for name in self._manifest.rank_values}
 
     def open(self, name: str) -> TensorFile:
-        """Return the file ``name`` of the checkpoint; use it before opening the next one."""
+        """Return the file ``name`` of the checkpoint, whose header was verified; use it before opening the next one."""
         if name not in self._files:
-            self._files[name] = self._manifest.open(self._path, name)
+            self._files[name] = self._open_verified(name)
         self._open.pop(name, None)
         if len(self._open) >= OPEN_FILES:
             self._open.pop(next(iter(self._open))).close()
         self._open[name] = self._files[name]
         return self._files[name]
+
+    def _open_verified(self, name: str) -> TensorFile:
+        if name not in self._manifest.files:
+            raise CorruptCheckpointError(f"{self._path / NAME}: {name} is not among its files")
+        file = TensorFile(self._path / name, self._manifest.files[name])
+        for tensor, part in self._manifest.parts_by_file[name]:
+            problem = self._manifest.mismatch(file, tensor, part)
+            if problem is not None:
+                file.close()
+                raise CorruptCheckpointError(problem)
+        return file

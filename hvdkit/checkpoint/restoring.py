@@ -81,8 +81,8 @@ def restore_values(
     """Set the plain values of a state, and those of ``rank`` from ``rank_values`` if it saved some.
 
     Raises:
-        CorruptCheckpointError: a value is none that such an object has; the message names the file and the value.
-        CheckpointError: a value does not fit this run, e.g. another data set; the message names it.
+        CorruptCheckpointError: a value is none that such an object has.
+        CheckpointError: a value does not fit this run, e.g. another data set.
     """
     for name, value in state.values.items():
         if value.per_rank and rank >= manifest.size:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hvdkit import cluster
-from hvdkit.checkpoint.chief_io import ThroughChief
+from hvdkit.checkpoint.chief_io import SaveThroughChief
 from hvdkit.checkpoint.entries import State
 from hvdkit.checkpoint.files import RunPath, run_path
 from hvdkit.checkpoint.folder import check_replaceable, tidy
 from hvdkit.checkpoint.manifest import step_of
 from hvdkit.checkpoint.rank_checks import agreed_state, check_shared
-from hvdkit.checkpoint.writing import CancelledSaveError, Save, SharedFolder, Snapshot
+from hvdkit.checkpoint.writing import CancelledSaveError, Save, Snapshot
 from hvdkit.cluster import agreement
 from hvdkit.errors import CheckpointError, HvdkitError, NonFiniteError, describe, integer
 
@@ -84,24 +84,23 @@ def save(path: str | RunPath, state: Mapping[str, object], *, step: int | None =
     if not gather:
         # In a store, a probe that a killed job leaves is removed by the next save of this name.
         check_shared(path.parent if isinstance(path, Path) else path)
-    finish(start_save(path, snapshot, step=step, token=token, gather=gather))
+    save_class = SaveThroughChief if gather else Save
+    finish(save_class(path, snapshot, step=step, rank=cluster.rank(), size=cluster.size(), token=token).start())
     return path
 
 
 def take_snapshot(
     kind: str, state: State, prepare: Callable[[], str], *, in_place: bool = True
 ) -> tuple[Snapshot, str]:
-    """Return this rank's snapshot, and the token from ``prepare`` of the chief. Every rank calls it.
+    """Return this rank's snapshot, and the token of the save from ``prepare``, which the chief calls.
+
+    Every rank calls it. If a rank's state cannot be read, or ``prepare`` raises, other ranks raise CheckpointError.
 
     Args:
         kind: a description for messages; the same on every rank.
         state: the state that all ranks have agreed on.
-        prepare: called on the chief; returns the token for :func:`start_save`.
+        prepare: called on the chief; returns the token.
         in_place: the state does not change until the save is complete.
-
-    Raises:
-        Exception: on this rank: its state cannot be read or, on the chief, the exception that ``prepare`` raised.
-        CheckpointError: on other ranks; the message names that rank and its exception.
     """
 
     def take() -> tuple[Snapshot, str]:
@@ -114,52 +113,10 @@ def take_snapshot(
     return snapshot, tokens[0]
 
 
-def start_save(
-    target: RunPath,
-    snapshot: Snapshot,
-    *,
-    step: int,
-    token: str,
-    gather: bool,
-    background: bool = False,
-    before_commit: Callable[[], None] = lambda: None,
-    after_commit: Callable[[], None] = lambda: None,
-) -> Save:
-    """Start writing a snapshot; return the save, for :func:`finish`. Every rank calls it.
-
-    Args:
-        target: the checkpoint's folder.
-        snapshot: this rank's part, from :func:`take_snapshot`.
-        step: steps trained.
-        token: from :func:`take_snapshot`.
-        gather: the chief writes everything; returns when that is over.
-        background: training continues during the save.
-        before_commit, after_commit: see :class:`~hvdkit.checkpoint.writing.Save`.
-    """
-    return Save(
-        target,
-        snapshot,
-        step=step,
-        rank=cluster.rank(),
-        size=cluster.size(),
-        token=token,
-        transport=ThroughChief() if gather else SharedFolder(),
-        before_commit=before_commit,
-        after_commit=after_commit,
-        background=background and not gather,
-    ).start()
-
-
 def finish(save: Save) -> None:
-    """Wait until the checkpoint is complete or a rank has failed. Every rank calls it.
-
-    Raises:
-        CheckpointError: on every rank; the message names the rank that failed.
-        NonFiniteError: on every rank; the message names variable, rank and step.
-    """
-    while not all_ranks_done(
-        save, agreement.gather(cluster.exchange(), "the end of a save", lambda: progress_of(save))
-    ):
+    """Wait until the checkpoint is complete. Every rank calls it; raises as :func:`all_ranks_done` does."""
+    exchange = cluster.exchange()
+    while not all_ranks_done(save, agreement.gather(exchange, "the end of a save", lambda: progress_of(save))):
         save.wait(_POLL_SECONDS)
 
 
@@ -206,7 +163,7 @@ def all_ranks_done(save: Save, ranks: Sequence[SaveProgress]) -> bool:
     if not all(each.done for each in ranks):
         return False
     if failed:
-        save.clean_up()
+        save.destination.discard(is_chief=save.rank == 0)
         rank, first = next((f for f in failed if not f[1].cancelled), failed[0])
         if first.non_finite:
             raise NonFiniteError(str(first.failure))

@@ -65,11 +65,7 @@ def _place(fields: list[str | int]) -> str:
 
 
 def checked(value: object, schema: Schema[T], file: object) -> T:
-    """Return ``value`` as ``schema`` returns it.
-
-    Raises:
-        CorruptCheckpointError: it does not fit; the message names ``file`` and the field.
-    """
+    """Return ``value`` as ``schema`` returns it, or raise CorruptCheckpointError that names ``file`` and the field."""
     try:
         return schema(value)
     except FieldError as error:

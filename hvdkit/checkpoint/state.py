@@ -98,10 +98,6 @@ def flatten(state: Mapping[str, object]) -> State:
 
     Raises:
         TypeError: it contains anything else; the message names it.
-
-    Example:
-        >>> sorted(flatten({"model": model, "step": 3}).values)  # doctest: +SKIP
-        ['step']
     """
     if not isinstance(state, Mapping):
         raise TypeError(describe("state", type(state).__name__, "a dict of names", "pass e.g. {'model': model}"))
@@ -148,7 +144,7 @@ def _walk(state: State, name: str, item: object) -> None:
 
 
 def _add_layer(state: State, name: str, layer: keras.layers.Layer) -> None:
-    seeds, statistics = _per_rank_variables(layer)
+    statistics = _moving_statistics(layer)
     done = _add_sharded_layers(state, name, layer)
     # A constant weight may be infinite, such as an attention mask; a metric may be NaN.
     allowed: dict[int, Allowed] = {id(v): "finite" if v.trainable else "infinite" for v in layer.weights}
@@ -156,7 +152,7 @@ def _add_layer(state: State, name: str, layer: keras.layers.Layer) -> None:
         path = f"{name}/{variable_name(variable)}"
         if id(variable) in done:
             continue
-        if id(variable) in seeds:
+        if is_seed_state(variable):
             _add_variable(state, path, variable, "per_rank", key=name)
         elif id(variable) in statistics:
             _add_variable(state, path, variable, "per_rank", "mean", key=name, allowed="finite")
@@ -174,17 +170,15 @@ def _add_sharded_layers(state: State, name: str, layer: keras.layers.Layer) -> s
     return added
 
 
-def _per_rank_variables(layer: keras.layers.Layer) -> tuple[set[int], set[int]]:
-    """Return the ids of the per-rank variables: generator states, and moving statistics."""
-    seeds = {id(v) for v in layer.variables if is_seed_state(v)}
-    statistics = {
+def _moving_statistics(layer: keras.layers.Layer) -> set[int]:
+    """Return the ids of BatchNormalization's moving statistics, which differ between ranks."""
+    return {
         id(v)
         for sublayer in layer._flatten_layers()
         if isinstance(sublayer, keras.layers.BatchNormalization)
         for v in sublayer.non_trainable_variables
         if v.name.startswith("moving_")
     }
-    return seeds, statistics
 
 
 def _add_optimizer(state: State, name: str, optimizer: keras.optimizers.Optimizer) -> None:

@@ -71,10 +71,7 @@ def remove(path: UPath, files: Iterable[str]) -> None:
 def sweep(target: UPath, manifest: Manifest, others: Iterable[str] = ()) -> None:
     """Remove what is in a checkpoint's folder and not of it: reports, and the files of a save that was replaced.
 
-    Args:
-        target: the checkpoint.
-        manifest: its manifest.
-        others: names of such files that a listing may not show yet.
+    A listing may not show the ``others`` of these files yet.
     """
     listed = [name for name, size in stores.sizes(target).items() if size is not None]
     names = dict.fromkeys([*others, *listed])

@@ -135,16 +135,10 @@ def without_secrets(text: str) -> str:
 
 
 def request(path: UPath, action: str, function: Callable[..., T], *arguments: object, **options: object) -> T:
-    """Call a function of a path's file system, and again with growing pauses if the store does not answer.
+    """Call a method of ``path.fs``, and again with growing pauses if the store does not answer.
 
-    It is repeated for :data:`ANSWER_SECONDS`, or as :func:`patiently` says.
-
-    Args:
-        path: what the request is about.
-        action: "read" or "written", for the message.
-        function: a method of ``path.fs``.
-        *arguments: of the method.
-        **options: of the method.
+    It is repeated for :data:`ANSWER_SECONDS`, or as :func:`patiently` says. The error of every function that makes
+    requests is an UnansweredError, ``PATH: cannot be ACTION``, unless its docstring names another.
 
     Raises:
         FileNotFoundError, FileExistsError, IsADirectoryError: as the function raises them.
@@ -169,18 +163,14 @@ def request(path: UPath, action: str, function: Callable[..., T], *arguments: ob
         if (skew := _clock_skew(error)) is not None:
             remedy = f"{skew}: synchronize it (NTP: timedatectl set-ntp true, or chronyc makestep)"
         elif isinstance(error, PermissionError) or _CREDENTIALS.search(reason):
-            remedy = "give this job credentials for the store, on every host" + _keys_of(path)
+            keys = " ".join(f"--env {name}" for name in _KEYS.get(path.protocol, ()))  # not passed on by default
+            remedy = "give this job credentials for the store, on every host"
+            remedy += f"; with hvdkit run: {keys}" if keys else ""
         elif _may_pass(error):
             remedy = f"the store did not answer for {seconds:g} s: check the network, and start the command again"
         else:
             remedy = "check the URL and the store"
         raise UnansweredError(f"{path}: cannot be {action} ({reason}); {remedy}") from None
-
-
-def _keys_of(path: UPath) -> str:
-    """Return how ``hvdkit run`` passes on the keys of a store, which it does not do by default; "" for others."""
-    names = _KEYS.get(path.protocol, ())
-    return f"; with hvdkit run: {' '.join(f'--env {name}' for name in names)}" if names else ""
 
 
 def _warn(path: UPath, seconds: float, passed: float) -> None:
@@ -239,8 +229,7 @@ def sizes(folder: UPath) -> dict[str, int | None]:
 def sizes_of(folder: UPath, expected: Mapping[str, int]) -> Iterator[tuple[str, int | None]]:
     """Yield names with the sizes of their objects in bytes; None for one that is missing.
 
-    Listings of some stores lag behind their objects: one that is listed with another size than expected, or not at
-    all, is asked for.
+    Listings of some stores lag behind: an object that is listed with another size, or not at all, is asked for.
     """
     listed = sizes(folder)
     for name, size in expected.items():
@@ -273,12 +262,7 @@ def has_objects(folder: UPath) -> bool:
 
 
 def read_bounded(path: UPath, most: int) -> bytes:
-    """Return the contents of a small object.
-
-    Raises:
-        CorruptCheckpointError: it is missing, or has more than ``most`` bytes.
-        UnansweredError: the store does not answer.
-    """
+    """Return the contents of an object; raise CorruptCheckpointError if it is missing or longer than ``most`` bytes."""
     data = read_start(path, most + 1)
     if data is None:
         raise CorruptCheckpointError(f"{path}: missing")
@@ -288,11 +272,7 @@ def read_bounded(path: UPath, most: int) -> bytes:
 
 
 def read_start(path: UPath, most: int) -> bytes | None:
-    """Return at most ``most`` bytes of the start of an object, or None if it is missing.
-
-    Raises:
-        UnansweredError: the store does not answer.
-    """
+    """Return at most ``most`` bytes of the start of an object, or None if it is missing."""
     try:
         return bytes(request(path, "read", path.fs.cat_file, path.path, start=0, end=most))
     except (FileNotFoundError, IsADirectoryError):
@@ -300,16 +280,9 @@ def read_start(path: UPath, most: int) -> bytes | None:
 
 
 def write_bytes(path: UPath, data: bytes, *, create: bool = False) -> None:
-    """Write a small object.
+    """Write a small object; with ``create``, raise FileExistsError if it exists.
 
-    Args:
-        path: the object.
-        data: its contents.
-        create: only if it is missing; stores other than S3, GCS and Azure may check this before they write.
-
-    Raises:
-        FileExistsError: with ``create``, it exists.
-        CheckpointError: the bucket does not exist, may not be written, or the store does not answer.
+    Stores other than S3, GCS and Azure may check this before they write.
     """
     try:
         request(path, "written", _pipe, path, data, create=create)
@@ -368,10 +341,8 @@ def copy(source: UPath, target: UPath) -> None:
 def remove(paths: Iterable[UPath]) -> None:
     """Remove objects; those that are missing are skipped."""
     for path in paths:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             request(path, "removed", path.fs.rm_file, path.path)
-        except FileNotFoundError:
-            continue
 
 
 def remove_folder(folder: UPath) -> None:
@@ -384,17 +355,10 @@ def remove_folder(folder: UPath) -> None:
 
 
 class StoreFile:
-    """An object that is read by ranges, some megabytes at a time.
-
-    Args:
-        path: the object.
+    """An object that is read by ranges, some megabytes at a time. Raises CorruptCheckpointError if it is missing.
 
     Attributes:
         size: its length in bytes.
-
-    Raises:
-        CorruptCheckpointError: it is missing.
-        CheckpointError: the store does not answer.
     """
 
     def __init__(self, path: UPath):
@@ -407,7 +371,7 @@ class StoreFile:
         self._read = b""
 
     def read_into(self, view: memoryview, offset: int, until: int) -> int:
-        """Fill the start of ``view`` with bytes from ``offset`` on. See ``ReadableFile``."""
+        """Fill the start of ``view`` with bytes from ``offset`` on. See ``RegularFile``."""
         is_known = self._start <= offset < self._start + len(self._read)
         if not is_known and offset < self.size:
             end = min(max(offset + len(view), min(offset + _READ_AHEAD, until)), self.size)

@@ -35,10 +35,6 @@ class Part:
         """Return the global indices along each axis."""
         return tuple(range(*axis) for axis in self.index or ())
 
-    def shape_of(self, tensor: TensorEntry) -> tuple[int, ...]:
-        """Return the shape of this part of ``tensor``."""
-        return tensor.shape if self.index is None else tuple(map(len, self.ranges()))
-
 
 @dataclass(frozen=True)
 class TensorEntry:

@@ -15,6 +15,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from io import FileIO
@@ -54,6 +55,7 @@ DTYPES: Mapping[str, np.dtype] = {
     "C64": np.dtype(np.complex64),
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_DIGITS = re.compile("[0-9a-f]*")
 _DIGESTS = "xxh3_64 "  # prefix of the metadata key of a tensor's checksums
 # Bit patterns of infinity for 16-bit floats; NaNs are larger. NumPy's checks for these dtypes are 20 times slower.
 _INFINITY_BITS = {np.dtype(np.float16): 0x7C00, np.dtype(ml_dtypes.bfloat16): 0x7F80}
@@ -252,7 +254,8 @@ class TensorFile(contextlib.AbstractContextManager["TensorFile"]):
 
     Raises:
         CorruptCheckpointError: the file is missing, not a regular file, or cannot be read; its length or header differs
-            from the record; or its header describes other bytes than those of the file.
+            from the record; or its header describes other bytes than those of the file. A read raises it if bytes
+            differ from those written.
     """
 
     def __init__(self, path: RunPath, record: FileRecord | None = None, *, truncated: bool = False):
@@ -283,9 +286,6 @@ class TensorFile(contextlib.AbstractContextManager["TensorFile"]):
             name: the tensor's key.
             rows: the rows to read, ascending; all by default.
             out: the output array: C-contiguous, ``[len(rows), ...]``, of the tensor's dtype.
-
-        Raises:
-            CorruptCheckpointError: bytes differ from those written, or the tensor is missing.
         """
         location = self._location(name)
         rows = range(location.rows) if rows is None else rows
@@ -310,7 +310,8 @@ class TensorFile(contextlib.AbstractContextManager["TensorFile"]):
         end = min((rows[-1] // step + 1) * step, location.rows)
         until = self._data + location.start + end * location.row_bytes
         for first, last in _blocks(location, rows[0] // step, rows[-1] // step + 1):
-            self._check_length(location, last)
+            if self._data + location.start + last * location.row_bytes > self.size:  # before memory is allocated
+                raise CorruptCheckpointError(f"{self.path}: truncated at byte {self.size}")
             start = max(0, -((rows.start - first) // rows.step))
             stop = min(len(rows), -((rows.start - last) // rows.step))
             if start >= stop:
@@ -327,11 +328,6 @@ class TensorFile(contextlib.AbstractContextManager["TensorFile"]):
         if name not in self.locations:
             raise CorruptCheckpointError(f"{self.path}: contains no {name!r}, although the manifest lists it")
         return self.locations[name]
-
-    def _check_length(self, location: TensorLocation, rows: int) -> None:
-        """Check that the file has ``rows`` of a tensor, before memory is allocated for them."""
-        if self._data + location.start + rows * location.row_bytes > self.size:
-            raise CorruptCheckpointError(f"{self.path}: truncated at byte {self.size}")
 
     def _fill(self, name: str, location: TensorLocation, first: int, block: np.ndarray, until: int) -> None:
         """Read and verify the checksum block that starts at row ``first``; blocks up to byte ``until`` follow."""
@@ -393,15 +389,11 @@ class TensorFile(contextlib.AbstractContextManager["TensorFile"]):
                 reason = f"{name!r} starts at byte {location.start}, expected {end}"
                 raise CorruptCheckpointError(f"{self.path}: data_offsets: {reason}")
             end += location.bytes
-            if not _is_hex(location.digests, 16 * location.blocks):
+            if len(location.digests) != 16 * location.blocks or not _DIGITS.fullmatch(location.digests):
                 reason = f"{name!r} has no checksum of 16 digits for each of its {location.blocks} blocks"
                 raise CorruptCheckpointError(f"{self.path}: __metadata__: {reason}")
         if data_bytes is not None and end != data_bytes:
             raise CorruptCheckpointError(f"{self.path}: its tensors have {end} bytes, and the file has {data_bytes}")
-
-
-def _is_hex(text: str, length: int) -> bool:
-    return len(text) == length and not set(text) - set("0123456789abcdef")
 
 
 def _tensor_location(dtype: np.dtype, shape: tuple[int, ...], data_offsets: tuple[int, int]) -> TensorLocation:

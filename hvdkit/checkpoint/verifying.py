@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
@@ -98,15 +97,11 @@ def bytes_to_verify(path: str | RunPath) -> int:
     total = 0
     for checkpoint in checkpoints_at(run_path(path, "path")):
         with contextlib.suppress(CheckpointError):  # verify reports it
-            for tensor in Manifest.parse(checkpoint).variables.values():
-                elements = sum(math.prod(part.shape_of(tensor)) for part in tensor.parts)
-                total += elements * np.dtype(tensor.dtype).itemsize
+            total += sum(tensor.bytes for tensor in Manifest.parse(checkpoint).variables.values())
     return total
 
 
 class _Verifier:
-    """Verifies one checkpoint."""
-
     def __init__(self, path: RunPath, manifest: Manifest, progress: Progress):
         self._path = path
         self._manifest = manifest
@@ -167,13 +162,9 @@ class _Verifier:
 
 
 def find_damaged_rows(
-    file: TensorFile, name: str, location: TensorLocation, progress: Progress = lambda _: None
+    file: TensorFile, name: str, location: TensorLocation, progress: Progress
 ) -> list[tuple[int, int]]:
-    """Return the damaged intervals ``[start, stop)`` of a tensor's rows, at the granularity of checksum blocks.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-    """
+    """Return the damaged intervals ``[start, stop)`` of a tensor's rows, at the granularity of checksum blocks."""
     damaged: list[tuple[int, int]] = []
     step = location.block_rows
     if location.row_bytes > file.size:  # a truncated file, in whose header any number may be

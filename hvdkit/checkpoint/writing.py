@@ -1,8 +1,7 @@
 """One save: a snapshot of this rank's part, the files that are written, and the commit by the chief.
 
-A transport brings the parts of all ranks together. With :class:`SharedFolder` every rank writes its own part;
-:class:`~hvdkit.checkpoint.chief_io.ThroughChief` is for ranks that do not share a file system. A destination
-(:mod:`hvdkit.checkpoint.destination`) is where they are written: a local folder, or a store.
+With :class:`Save` every rank writes its own part; ``SaveThroughChief`` of ``chief_io.py`` is for ranks that do not
+share a file system. ``destination.py`` is where the files are written: a local folder, or a store.
 """
 
 from __future__ import annotations
@@ -13,11 +12,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeAlias, cast
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from hvdkit.checkpoint import stores
-from hvdkit.checkpoint.destination import destination_of
+from hvdkit.checkpoint.destination import LocalFolder, StoreFolder
 from hvdkit.checkpoint.entries import State, StateTensor
 from hvdkit.checkpoint.files import RunPath
 from hvdkit.checkpoint.folder import latest
@@ -27,7 +27,7 @@ from hvdkit.checkpoint.tensor_entry import Part, TensorEntry
 from hvdkit.checkpoint.tensorfile import FileRecord, NonFiniteTensor, write_file
 from hvdkit.errors import CheckpointError, NonFiniteError
 
-Indices: TypeAlias = Mapping[str, Sequence[Sequence[int]]]
+Indices: TypeAlias = Mapping[str, tuple[tuple[int, int, int], ...]]
 """For each sharded tensor: start, stop and step along each axis of a rank's part."""
 _NICENESS = 10  # niceness increment of a background save, so that training takes precedence if cores are scarce
 
@@ -37,16 +37,17 @@ class SaveReport(NamedTuple):
 
     Attributes:
         files: the records of its files, by name.
-        indices: the index of its part of each sharded tensor, as for JSON.
+        indices: the index of its part of each sharded tensor.
     """
 
     files: dict[str, FileRecord]
     indices: Indices
 
     @classmethod
-    def of(cls, files: dict[str, tuple[Any, ...]], indices: Indices) -> SaveReport:
+    def of(cls, files: dict[str, tuple[Any, ...]], indices: Mapping[str, Sequence[Sequence[int]]]) -> SaveReport:
         """Return the report that was written as JSON; the manifest made of it is checked as a whole."""
-        return cls({name: FileRecord(*record) for name, record in files.items()}, indices)
+        index_of = {name: tuple(map(tuple, index)) for name, index in indices.items()}
+        return cls({name: FileRecord(*record) for name, record in files.items()}, cast(Indices, index_of))
 
 
 _REPORT: Schema[SaveReport] = typed(SaveReport.of, files=mapping(array(plain, exactly=3)), indices=mapping(plain))
@@ -84,13 +85,10 @@ class Snapshot:
         values = {name: v.read() for name, v in state.values.items() if not v.per_rank}
         return cls(tensors, values, {name: v.read() for name, v in state.values.items() if v.per_rank})
 
-    def release(self) -> None:
-        """Free the memory of the values, once they are in files."""
-        self.tensors = [tensor.released() for tensor in self.tensors]
-
-    def replicated_tensors(self) -> list[StateTensor]:
-        """Return the tensors for the chief's file of replicated tensors."""
-        return [t for t in self.tensors if t.kind == "replicated"]
+    def manifest(self, step: int, size: int) -> Manifest:
+        """Return the manifest of a save by ``size`` ranks, without its files and the parts of tensors."""
+        variables = {t.name: TensorEntry(t.kind, t.shape, t.dtype.name, (), t.partition) for t in self.tensors}
+        return Manifest(step, size, variables, self.values, list(self.rank_values))
 
     def shard_tensors(self) -> list[StateTensor]:
         """Return the tensors for this rank's shard file; tensors without elements are omitted."""
@@ -106,59 +104,22 @@ class Snapshot:
 
     def indices(self) -> Indices:
         """Return the index of this rank's part of each sharded tensor, for JSON."""
-        return {t.name: [(i.start, i.stop, i.step) for i in t.index] for t in self.tensors if t.index is not None}
+        return {
+            t.name: tuple((axis.start, axis.stop, axis.step) for axis in t.index)
+            for t in self.tensors
+            if t.index is not None
+        }
 
 
 class CancelledSaveError(CheckpointError):
     """This rank stopped writing because another rank had failed."""
 
 
-class Transport(Protocol):
-    """How the parts of all ranks get into one folder.
-
-    Attributes:
-        uses_network: it calls collectives, so the save must run in the thread that trains.
-    """
-
-    uses_network: bool
-
-    def collect(self, save: Save, snapshot: Snapshot) -> list[SaveReport]:
-        """Write the chief's files; return the report of every rank once their files are in the folder, too."""
-
-    def send(self, save: Save, snapshot: Snapshot) -> None:
-        """Bring the part of a rank other than the chief into the folder."""
-
-
-class SharedFolder:
-    """Every rank writes its own file, and then a small report next to it that the chief waits for.
-
-    Ranks exchange only files: training may be in the middle of a collective.
-    """
-
-    uses_network = False
-
-    def collect(self, save: Save, snapshot: Snapshot) -> list[SaveReport]:
-        """Write the chief's files, and wait for the other ranks' reports."""
-        reports = [save.write_own(snapshot)]
-        shortest, longest = save.destination.polls
-        for rank in range(1, save.size):
-            seconds = shortest
-            while (report := save.destination.take_report(rank)) is None:
-                save.check_cancelled()
-                time.sleep(seconds)
-                seconds = min(2 * seconds, longest)
-            path, data = report
-            reports.append(checked(json_of(data, path), _REPORT, path))
-        return reports
-
-    def send(self, save: Save, snapshot: Snapshot) -> None:
-        """Write this rank's file and its report."""
-        report = save.write_own(snapshot)
-        save.destination.send_report(save.rank, json.dumps(report._asdict()))
-
-
 class Save:
-    """A save in progress on this rank.
+    """A save in progress on this rank, in a folder that all ranks share.
+
+    Every rank writes its own file, and then a small report next to it that the chief waits for. Ranks exchange only
+    files: training may be in the middle of a collective.
 
     Args:
         target: the checkpoint's folder.
@@ -166,7 +127,6 @@ class Save:
         step: steps trained.
         rank, size: this rank, and the number of ranks.
         token: part of the temporary name; the same on every rank, unique for every save.
-        transport: brings the parts of all ranks together.
         before_commit: called on the chief before the final rename; raises to prevent it.
         after_commit: called on the chief once the checkpoint is complete.
         background: training continues during the save.
@@ -186,7 +146,6 @@ class Save:
         rank: int,
         size: int,
         token: str,
-        transport: Transport | None = None,
         before_commit: Callable[[], None] = lambda: None,
         after_commit: Callable[[], None] = lambda: None,
         background: bool = False,
@@ -195,9 +154,10 @@ class Save:
         self.step = step
         self.rank = rank
         self.size = size
-        self.destination = destination_of(target, token)
+        self.destination: LocalFolder | StoreFolder = (
+            LocalFolder(target, token) if isinstance(target, Path) else StoreFolder(target, token)
+        )
         self.error: Exception | None = None
-        self._transport = transport or SharedFolder()
         self._before_commit = before_commit
         self._after_commit = after_commit
         self._background = background
@@ -207,11 +167,8 @@ class Save:
         self._thread = threading.Thread(target=self._run, args=[snapshot], name="hvdkit-save", daemon=True)
 
     def start(self) -> Save:
-        """Start writing, and return immediately; with a transport that uses the network, return when it is over."""
-        if self._transport.uses_network:
-            self._thread.run()
-        else:
-            self._thread.start()
+        """Start writing, and return immediately."""
+        self._thread.start()
         return self
 
     @property
@@ -234,44 +191,38 @@ class Save:
         if self._cancelled.is_set():
             raise CancelledSaveError(f"{self.target}: another rank could not write its part")
 
-    def clean_up(self) -> None:
-        """Remove the files of a failed save, once all ranks are done."""
-        self.destination.discard(is_chief=self.rank == 0)
-
     def write_own(self, snapshot: Snapshot) -> SaveReport:
         """Write this rank's files: its shard and, on the chief, the replicated tensors."""
         self.destination.prepare()
-        name = replicated_name(self.destination.suffix)
-        has_replicated = self.rank == 0 and bool(snapshot.replicated_tensors())
-        files = {name: self._write(name, snapshot.replicated_tensors(), 0, {})} if has_replicated else {}
-        shard = self._write_shard(self.rank, snapshot.shard_tensors(), snapshot.metadata(), snapshot.indices())
-        snapshot.release()
-        report = SaveReport(files | shard.files, shard.indices)
-        self._publish(report)
-        return report
-
-    def write_shard(
-        self, rank: int, tensors: list[StateTensor], metadata: dict[str, str], indices: Indices
-    ) -> SaveReport:
-        """Write and publish the file with the tensors and plain values of ``rank``, if there are any."""
-        report = self._write_shard(rank, tensors, metadata, indices)
-        self._publish(report)
-        return report
-
-    def _publish(self, report: SaveReport) -> None:
-        for name in report.files:
+        files: dict[str, FileRecord] = {}
+        if self.rank == 0:
+            name = replicated_name(self.destination.suffix)
+            files |= self._write(name, [t for t in snapshot.tensors if t.kind == "replicated"], {}, 0)
+        files |= self._write_shard(snapshot.shard_tensors(), snapshot.metadata(), self.rank)
+        indices = snapshot.indices()
+        snapshot.tensors = []  # frees the memory of the values, which are in files
+        for name in files:
             self.destination.publish(name)
+        return SaveReport(files, indices)
 
-    def _write_shard(
-        self, rank: int, tensors: list[StateTensor], metadata: dict[str, str], indices: Indices
-    ) -> SaveReport:
-        name = shard_name(rank, self.size, self.destination.suffix)
-        return SaveReport({name: self._write(name, tensors, rank, metadata)} if tensors or metadata else {}, indices)
+    def write_shard(self, tensors: list[StateTensor], metadata: dict[str, str], rank: int) -> dict[str, FileRecord]:
+        """Write and publish the file with the tensors and plain values of ``rank``, if there are any."""
+        files = self._write_shard(tensors, metadata, rank)
+        for name in files:
+            self.destination.publish(name)
+        return files
 
-    def _write(self, name: str, tensors: list[StateTensor], rank: int, metadata: dict[str, str]) -> FileRecord:
-        """Write a file of the tensors of ``rank``; an error about non-finite values names the rank."""
+    def _write_shard(self, tensors: list[StateTensor], metadata: dict[str, str], rank: int) -> dict[str, FileRecord]:
+        return self._write(shard_name(rank, self.size, self.destination.suffix), tensors, metadata, rank)
+
+    def _write(
+        self, name: str, tensors: list[StateTensor], metadata: dict[str, str], rank: int
+    ) -> dict[str, FileRecord]:
+        """Write a file of ``rank`` unless it has no content; an error about non-finite values names the rank."""
+        if not tensors and not metadata:
+            return {}
         try:
-            return write_file(self.destination.folder / name, tensors, metadata=metadata)
+            return {name: write_file(self.destination.folder / name, tensors, metadata=metadata)}
         except NonFiniteTensor as error:
             newest = latest(self.target.parent)
             restart = f"would continue from {newest.name}" if newest else "would start from the initial values"
@@ -294,44 +245,47 @@ class Save:
             self.destination.close()
 
     def _write_part(self, snapshot: Snapshot) -> None:
-        if self.rank == 0:
-            manifest = build_manifest(snapshot, self._transport.collect(self, snapshot), step=self.step)
-            self.destination.commit(manifest, self._check_permitted)
-            self._after_commit()
-        else:
-            self._transport.send(self, snapshot)
+        if self.rank != 0:
+            self._send(snapshot)
+            return
+        manifest = snapshot.manifest(self.step, self.size)
+        _add_files(manifest, self._collect(snapshot))
+        self.destination.commit(manifest, self._check_permitted)
+        self._after_commit()
+
+    def _collect(self, snapshot: Snapshot) -> list[SaveReport]:
+        """On the chief: write its files; return the report of every rank once their files are in the folder, too."""
+        reports = [self.write_own(snapshot)]
+        shortest, longest = self.destination.polls
+        for rank in range(1, self.size):
+            seconds = shortest
+            while (report := self.destination.take_report(rank)) is None:
+                self.check_cancelled()
+                time.sleep(seconds)
+                seconds = min(2 * seconds, longest)
+            path, data = report
+            reports.append(checked(json_of(data, path), _REPORT, path))
+        return reports
+
+    def _send(self, snapshot: Snapshot) -> None:
+        """On another rank: bring its part into the folder."""
+        report = self.write_own(snapshot)
+        self.destination.send_report(self.rank, json.dumps(report._asdict()))
 
     def _check_permitted(self) -> None:
         self.check_cancelled()
         self._before_commit()
 
 
-def build_manifest(snapshot: Snapshot, reports: list[SaveReport], *, step: int) -> Manifest:
-    """Return the manifest of the files that all ranks have written.
-
-    Args:
-        snapshot: the chief's snapshot.
-        reports: for each rank, the records of its files and its indices of sharded tensors.
-        step: steps trained.
-    """
-    manifest = Manifest(step=step, size=len(reports), values=snapshot.values)
+def _add_files(manifest: Manifest, reports: Sequence[SaveReport]) -> None:
+    """Add the files that all ranks have written, and the parts of tensors in them."""
     for report in reports:
         manifest.files |= report.files
-    manifest.rank_values = list(snapshot.rank_values)
-    for tensor in snapshot.tensors:
+    for name, entry in manifest.variables.items():
         parts = [
-            Part(name, record.tensors[tensor.name], _part_index(tensor, report))
+            Part(file, record.tensors[name], report.indices.get(name))
             for report in reports
-            for name, record in report.files.items()
-            if tensor.name in record.tensors
+            for file, record in report.files.items()
+            if name in record.tensors
         ]
-        manifest.variables[tensor.name] = TensorEntry(
-            tensor.kind, tensor.shape, tensor.dtype.name, tuple(parts), tensor.partition
-        )
-    return manifest
-
-
-def _part_index(tensor: StateTensor, report: SaveReport) -> tuple[tuple[int, int, int], ...] | None:
-    if tensor.index is None:
-        return None
-    return tuple(cast("tuple[int, int, int]", tuple(axis)) for axis in report.indices[tensor.name])
+        manifest.variables[name] = replace(entry, parts=tuple(parts))

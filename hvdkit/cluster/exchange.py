@@ -110,10 +110,6 @@ class ObjectExchange:
 
         The size is not limited: more than the 2^31 - 1 bytes of one collective are sent in several.
 
-        Args:
-            data: this rank's bytes.
-            name: shown in rank 0's reports of ranks that wait in this exchange.
-
         Raises:
             ClusterError: a rank left while this one waited for it, or an exception interrupted an earlier exchange.
         """

@@ -79,23 +79,14 @@ def groups_along(axis: str, mesh: Mapping[str, int]) -> list[tuple[int, ...]]:
     return [tuple(ranks) for ranks in groups.values()]
 
 
-def process_sets_of(mesh: Mapping[str, int]) -> list[tuple[int, ...]]:
-    """Return the groups of all axes that need a process set of Horovod: those with neither one rank nor all ranks."""
-    groups = [ranks for axis in mesh for ranks in groups_along(axis, mesh)]
-    return [ranks for ranks in dict.fromkeys(groups) if 1 < len(ranks) < math.prod(mesh.values())]
-
-
 def sets_of_any_mesh(mesh: Mapping[str, int] | None, size: int) -> list[tuple[int, ...]]:
-    """Return the process sets that a mesh needs; empty for an invalid mesh, which raises later on all ranks."""
+    """Return the groups of all axes that need a process set of Horovod: those with neither one rank nor all ranks.
+
+    Empty for an invalid mesh, which raises later on all ranks.
+    """
     try:
-        return process_sets_of(checked_mesh(mesh, size))
+        axes = checked_mesh(mesh, size)
     except (TypeError, ValueError):
         return []
-
-
-def group_of(rank: int, axis: str, mesh: Mapping[str, int], sets: Mapping[tuple[int, ...], HorovodProcessSet]) -> Group:
-    """Return ``rank``'s group along ``axis``; a group of one rank if the mesh does not have that axis."""
-    if axis not in mesh:
-        return Group(axis, (rank,), 0)
-    ranks = next(ranks for ranks in groups_along(axis, mesh) if rank in ranks)
-    return Group(axis, ranks, ranks.index(rank), sets.get(ranks))
+    groups = [ranks for axis in axes for ranks in groups_along(axis, axes)]
+    return [ranks for ranks in dict.fromkeys(groups) if 1 < len(ranks) < size]

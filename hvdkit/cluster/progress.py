@@ -86,13 +86,7 @@ _NO_SPAN: AbstractContextManager[None] = nullcontext()
 
 
 def spending(kind: Literal["input", "save"]) -> AbstractContextManager[None]:
-    """Record in the profile what the training thread spends its time on inside the context.
-
-    Example::
-
-        with spending("input"):
-            batch = next(source)
-    """
+    """Record in the profile what the training thread spends its time on inside the context."""
     profile = progress().profile
     return _NO_SPAN if profile is None else profile.span(kind)
 
@@ -103,16 +97,6 @@ def collective(name: str, ranks: Sequence[int] | None = None, nbytes: int = 0) -
 
     The coordinator compares ranks by the number of collectives begun. So all of ``ranks`` must enter the context in the
     same order: after arguments and threads have been checked, just before the message is sent.
-
-    Args:
-        name: name of the collective, with dtypes and shapes.
-        ranks: the ranks that take part.
-        nbytes: bytes that this rank sends.
-
-    Example::
-
-        with collective("barrier()"):
-            ...
     """
     number = progress().begin(name, ranks, nbytes)
     try:

@@ -16,7 +16,7 @@ from hvdkit.cluster import devices, engine, logs, settings
 from hvdkit.cluster.call_order import CallOrder
 from hvdkit.cluster.exchange import ObjectExchange
 from hvdkit.cluster.lone_training import lone_training
-from hvdkit.cluster.mesh import DATA, Group, HorovodProcessSet, group_of, sets_of_any_mesh
+from hvdkit.cluster.mesh import DATA, Group, HorovodProcessSet, groups_along, sets_of_any_mesh
 from hvdkit.cluster.progress import progress
 from hvdkit.cluster.rank_facts import gather_rank_facts
 from hvdkit.errors import ClusterError, HvdkitError, describe
@@ -239,7 +239,12 @@ def group(axis: str) -> Group:
         ClusterError: before :func:`init`.
     """
     world = _current()
-    return group_of(world.cluster.rank, axis, world.cluster.mesh, world.process_sets)
+    rank = world.cluster.rank
+    mesh = world.cluster.mesh
+    if axis not in mesh:
+        return Group(axis, (rank,), 0)
+    ranks = next(ranks for ranks in groups_along(axis, mesh) if rank in ranks)
+    return Group(axis, ranks, ranks.index(rank), world.process_sets.get(ranks))
 
 
 def data_group() -> Group | None:

@@ -9,7 +9,7 @@ global function. Start with ``reductions.py`` and ``gathers.py``, the public fun
     call_checks.py        before an eager collective, ranks compare their calls, and send small values along
     numpy_collectives.py  results of small values, computed by each rank
     tensors.py            larger values and graphs: Horovod's ops; dtypes.py defines what is sent
-    graphs.py             names, order and XLA; graph_recorder.py and sites.py record what runs, for the flight recorder
+    graphs.py             names, order and XLA; graph_recorder.py records what runs, for the flight recorder
     batch_share.py        the weight of this rank's gradients if ranks have different numbers of rows
 
 Others: ``objects.py`` (Python objects, barrier), ``asynchronous.py``, ``joining.py``, ``rank_ops.py`` (rank and size as

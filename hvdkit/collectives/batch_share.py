@@ -147,12 +147,7 @@ def times_share(x: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
 def without_outer_tape(factor: tf.Tensor, argument: str, of: str) -> tf.Tensor:
     """Return ``factor`` for the gradient of a collective, which may itself be differentiated only with a factor of 1.
 
-    Otherwise it is unknown which loss is weighted.
-
-    Args:
-        factor: of :func:`current_factor`.
-        argument: the argument to name.
-        of: what is differentiated.
+    Otherwise it is unknown which loss is weighted. Messages name ``argument`` and what is differentiated.
 
     Raises:
         HvdkitError: an outer tape records. A graph that is kept raises InvalidArgumentError when it runs.

@@ -19,7 +19,7 @@ from hvdkit.cluster.agreement import gather
 from hvdkit.cluster.lone_training import lone_training
 from hvdkit.collectives import tensors
 from hvdkit.collectives.batch_share import gradient_factor, times_share, without_outer_tape
-from hvdkit.collectives.call_checks import JOIN, SMALL_BYTES, Call, agree_on_call, attempt
+from hvdkit.collectives.call_checks import JOIN, SMALL_BYTES, Call, agree_on_call
 from hvdkit.collectives.conversion import SameKind, TensorLike, as_tensor, is_symbolic, result_converter
 from hvdkit.collectives.refusal import require_allowed
 from hvdkit.errors import describe
@@ -65,17 +65,17 @@ class Collective:
 def run(collective: Collective, values: Sequence[TensorLike]) -> list[SameKind]:
     """Run a collective on ``values``; return results of the same kind: numbers, arrays or tensors."""
     require_allowed(collective.kind)
-    inputs: Tensors = []
     if collective.combines and not lone_training().is_combined:
         lone_training().add_collective(values)
-
-    def prepare() -> None:
-        inputs.extend(as_tensor(x) for x in values)
+    inputs: Tensors = []
+    problem: Exception | None = None  # to be raised on all ranks together
+    try:
+        inputs = [as_tensor(x) for x in values]
         if collective.uneven:
-            inputs[:] = [_with_rows(x) for x in inputs]
+            inputs = [_with_rows(x) for x in inputs]
         collective.check(inputs)
-
-    problem = attempt(prepare)
+    except Exception as error:
+        problem = error
     if not tf.executing_eagerly() or any(is_symbolic(x) for x in values):
         if problem is not None:
             raise problem

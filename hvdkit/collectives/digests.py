@@ -20,20 +20,16 @@ def digest(variable: object) -> bytes:
     0.0 and -0.0 have different digests, NaNs with equal bits the same. On a CPU the values are read in place; from a
     GPU one variable is copied at a time. Other threads can run meanwhile.
 
-    Args:
-        variable: a TensorFlow or Keras variable of any shape and dtype.
-
     Raises:
         TypeError: ``variable`` is not a variable.
-
-    Example::
-
-        digest(tf.Variable([0.0])) == digest(tf.Variable([0.0]))
-        # True
     """
     inner = tf_variable(variable)
     hasher = xxhash.xxh3_128(f"{tf.as_dtype(inner.dtype).name}{tuple(inner.shape)}".encode())
-    hasher.update(_bytes_of(inner.read_value()))
+    value = inner.read_value()
+    if value.dtype == tf.string:
+        hasher.update(tf.io.serialize_tensor(value).numpy())
+    else:  # Reshape first, because NumPy cannot view a bfloat16 scalar. Neither the reshape nor the view copies.
+        hasher.update(np.asarray(tf.reshape(value, [-1])).view(np.uint8).data)
     return hasher.digest()
 
 
@@ -49,14 +45,6 @@ def tf_variable(variable: object) -> tf.Variable:
             describe("variables", type(variable).__name__, "TensorFlow or Keras variables", "pass e.g. model.variables")
         )
     return inner
-
-
-def _bytes_of(value: tf.Tensor) -> bytes | memoryview:
-    """Return the bytes of ``value``, without a copy if possible."""
-    if value.dtype == tf.string:
-        return bytes(tf.io.serialize_tensor(value).numpy())
-    # Reshape first, because NumPy cannot view a bfloat16 scalar. Neither the reshape nor the view copies.
-    return np.asarray(tf.reshape(value, [-1])).view(np.uint8).data
 
 
 def digest_of_batch(data: object) -> tf.Tensor:

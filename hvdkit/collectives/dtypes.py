@@ -68,9 +68,33 @@ def wire_dtype(dtype: tf.DType, op: ReduceOp) -> tf.DType:
     return wire
 
 
-def average_factor(wire: tf.DType, size: int) -> float:
-    """Return the factor that turns a sum in dtype ``wire`` into an average; 1 if the sum is divided afterwards."""
-    return float(np.float32(1.0 / size)) if tf.as_dtype(wire) in (tf.float16, tf.float32) else 1.0
+def average_factor(wire: tf.DType, op: ReduceOp, size: int) -> float:
+    """Return the factor of each value in dtype ``wire``: 1/N for an average, unless its sum is divided afterwards."""
+    is_scaled = op == ReduceOp.Average and tf.as_dtype(wire) in (tf.float16, tf.float32)
+    return float(np.float32(1.0 / size)) if is_scaled else 1.0
+
+
+def encoded(
+    x: tf.Tensor, op: ReduceOp, size: int, prescale: float = 1.0, postscale: float = 1.0
+) -> tuple[tf.Tensor, Decode]:
+    """Return ``prescale * x`` in its wire dtype, and the function that converts the reduced values back.
+
+    For an average, the caller multiplies the values by :func:`average_factor` before their sum.
+    """
+    wire = wire_dtype(x.dtype, op)
+    values = scaled(tf.cast(x, wire), prescale)
+    restore: Decode = tf.identity
+    if op in (ReduceOp.Min, ReduceOp.Max) and wire.is_floating:
+        values, restore = ordered(values, op)
+    is_divided = op == ReduceOp.Average and average_factor(wire, op, size) == 1.0
+
+    def decode(reduced: tf.Tensor) -> tf.Tensor:
+        y = restore(reduced)
+        if is_divided:
+            y = divided(y, size)
+        return tf.cast(scaled(y, postscale), x.dtype)
+
+    return values, decode
 
 
 def divided(total: tf.Tensor, size: int) -> tf.Tensor:

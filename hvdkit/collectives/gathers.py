@@ -172,14 +172,9 @@ def gather_rows(
 def gather_all_rows(
     xs: Sequence[tf.Tensor], members: cluster.Group | None = None, name: str | None = None
 ) -> tuple[list[tf.Tensor], tf.Tensor]:
-    """Gather several tensors, in one exchange; every rank must compute the same loss of all rows.
+    """Gather several ``[rows, ...]``, in one exchange; every rank must compute the same loss of all rows.
 
     The gradient of this rank's rows takes no exchange.
-
-    Args:
-        xs: tensors ``[rows, ...]``.
-        members: the ranks; None for all that have different rows.
-        name: for messages.
 
     Returns:
         The rows of all ranks; and for each tensor the number of rows before this rank's, int32 ``[len(xs)]``.

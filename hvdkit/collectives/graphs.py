@@ -102,15 +102,14 @@ def divide_for_xla() -> None:
 
 def is_for_xla() -> bool:
     """Return True if the graph that is being traced is for XLA as a whole, which can run none of our operations."""
-    return tf.inside_function() and _is_for_xla(tf.compat.v1.get_default_graph())
-
-
-def _is_for_xla(graph: tf.Graph) -> bool:
+    if not tf.inside_function():
+        return False
+    graph = tf.compat.v1.get_default_graph()
     outer = graph
-    while outer not in _DIVIDED and is_inner(outer):
+    while outer in _DIVIDED or is_inner(outer):
+        if outer in _DIVIDED:  # what is outside of a divided graph decides
+            graph = outer.outer_graph
         outer = outer.outer_graph
-    if outer in _DIVIDED:
-        return _is_for_xla(outer.outer_graph)
     return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
 
 

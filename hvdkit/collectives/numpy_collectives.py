@@ -22,17 +22,12 @@ def reduce(
 ) -> np.ndarray:
     """Reduce arrays of equal shape, one per rank, in rank order, so that every rank gets the same bits.
 
-    Args:
-        parts: the arrays.
-        op: the reduction.
-        prescale: multiplies the arrays.
-        postscale: multiplies the result.
-        size: number of ranks for an average, if some ranks have joined; default: ``len(parts)``.
+    ``size`` is the number of ranks for an average, if some have joined; default: ``len(parts)``.
     """
     dtype = parts[0].dtype
     size = len(parts) if size is None else size
     wire = wire_dtype(dtype, op).as_numpy_dtype
-    factor = average_factor(wire, size) if op == ReduceOp.Average else 1.0
+    factor = average_factor(wire, op, size)
     with np.errstate(over="ignore", invalid="ignore"):
         sent = [_scaled(_scaled(part.astype(wire, copy=False), prescale), factor) for part in parts]
         if op in (ReduceOp.Min, ReduceOp.Max):

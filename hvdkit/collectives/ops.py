@@ -45,10 +45,6 @@ GRADIENT_OPS = (Average, Sum, Min, Max)
 def checked_op(op: object, among: Collection[ReduceOp] = GRADIENT_OPS) -> ReduceOp:
     """Return ``op`` as a ReduceOp. Horovod's constants are accepted, too.
 
-    Args:
-        op: the reduction.
-        among: reductions that the caller supports.
-
     Raises:
         ValueError: ``op`` is not in ``among``.
     """

@@ -146,7 +146,9 @@ def grouped_allreduce(
         group=members,
         check=check,
         combine=None if is_adasum else combine,
-        exchange=lambda inputs: tensors.compared_allreduce(inputs, ReduceOp(op), tensors.PUBLIC, members, *factors),
+        exchange=lambda inputs: tensors.grouped_allreduce(
+            inputs, ReduceOp(op), tensors.PUBLIC, members, *factors, compares=True
+        ),
         gradient=None
         if is_adasum
         else lambda xs, ys, dys: _reduced_gradients(xs, dys, ReduceOp(op), members, *factors),

@@ -28,13 +28,6 @@ def refusing_collectives() -> Iterator[None]:
 
 
 def require_allowed(kind: str) -> None:
-    """Raise if a collective is called inside :func:`refusing_collectives`.
-
-    Args:
-        kind: of the collective, for the message.
-
-    Raises:
-        HvdkitError: it is refused.
-    """
+    """Raise HvdkitError if the collective ``kind`` is called inside :func:`refusing_collectives`."""
     if _refusal.active:
         raise HvdkitError(describe(kind, "a call on one rank", "calls on all ranks", "call it elsewhere"))

@@ -33,63 +33,58 @@ SPLITS = "one non-negative row count for each rank, adding up to the rows of x"
 
 
 def grouped_allreduce(
-    tensors: Sequence[tf.Tensor], op: ReduceOp, name: str, group: cluster.Group | None = None
-) -> list[tf.Tensor]:
-    """Reduce every tensor over all ranks (or ``group``), with one exchange per wire dtype."""
-    return _reduce_by_wire_dtype(
-        tensors, op, name, group, lambda xs, each, _: _allreduce_one_dtype(xs, op, each, group)
-    )
-
-
-def compared_allreduce(
     tensors: Sequence[tf.Tensor],
     op: ReduceOp,
     name: str,
     group: cluster.Group | None = None,
     prescale: float = 1.0,
     postscale: float = 1.0,
+    *,
+    compares: bool = False,
 ) -> list[tf.Tensor]:
-    """Run :func:`grouped_allreduce`; if ranks differ in the number of tensors, raise on all of them.
+    """Reduce every tensor over all ranks (or ``group``), with one exchange per wire dtype.
 
-    Several tensors are sent as one vector. The number of leading axes of size 1 encodes the number of tensors, and a
-    trailing one encodes Average.
+    With ``compares``, raise on all ranks if they differ in the number of tensors.
     """
-    previous: list[tf.Tensor] = []
-
-    def reduce(encoded: list[tf.Tensor], each: str, shown: list[tf.Tensor]) -> list[tf.Tensor]:
-        # One dtype after another: if ranks differ in the number of dtypes, the first exchange raises on all ranks.
-        with tf.control_dependencies(previous):
-            packed = _pack(encoded)
-        if op == ReduceOp.Average:
-            packed = tf.expand_dims(packed, -1)
-        reduced = _in_pieces(packed, lambda x, piece: _allreduce_one_dtype([x], op, piece, group, shown)[0], each)
-        previous[:] = [reduced]
-        return _unpack(reduced, encoded)
-
-    return _reduce_by_wire_dtype(tensors, op, name, group, reduce, prescale, postscale)
-
-
-def _reduce_by_wire_dtype(
-    tensors: Sequence[tf.Tensor],
-    op: ReduceOp,
-    name: str,
-    group: cluster.Group | None,
-    reduce: Callable[[list[tf.Tensor], str, list[tf.Tensor]], list[tf.Tensor]],
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-) -> list[tf.Tensor]:
-    """Call ``reduce`` once per wire dtype, with the encoded tensors, a name and the original tensors."""
     indices_of: dict[tf.DType, list[int]] = {}
     for i, x in enumerate(tensors):
         indices_of.setdefault(dtypes.wire_dtype(x.dtype, op), []).append(i)
     results: list[tf.Tensor | None] = [None] * len(tensors)
-    for number, (dtype, indices) in enumerate(indices_of.items()):
+    reduced: list[tf.Tensor] = []
+    for number, indices in enumerate(indices_of.values()):
         originals = [tensors[i] for i in indices]
-        wire = [_WireTensor(x, dtype, op, _size(group), prescale, postscale) for x in originals]
-        reduced = reduce([x.encoded for x in wire], f"{name}.{number}" if number else name, originals)
-        for i, x, y in zip(indices, wire, reduced, strict=True):
-            results[i] = x.decode(y)
+        wire = [dtypes.encoded(x, op, _size(group), prescale, postscale) for x in originals]
+        values = [value for value, _ in wire]
+        each = f"{name}.{number}" if number else name
+        if compares:
+            reduced = _allreduce_packed(values, op, each, group, shown=originals, after=reduced[:1])
+        else:
+            reduced = _allreduce_one_dtype(values, op, each, group)
+        for i, (_, decode), y in zip(indices, wire, reduced, strict=True):
+            results[i] = decode(y)
     return results
+
+
+def _allreduce_packed(
+    values: list[tf.Tensor],
+    op: ReduceOp,
+    name: str,
+    group: cluster.Group | None,
+    *,
+    shown: Sequence[tf.Tensor],
+    after: list[tf.Tensor],
+) -> list[tf.Tensor]:
+    """Reduce tensors of one wire dtype as one vector, after the exchange of another dtype.
+
+    The number of leading axes of size 1 encodes the number of tensors, and a trailing one encodes Average. If ranks
+    differ in the number of dtypes, the first exchange raises on all ranks.
+    """
+    with tf.control_dependencies(after):
+        packed = _pack(values)
+    if op == ReduceOp.Average:
+        packed = tf.expand_dims(packed, -1)
+    reduced = _in_pieces(packed, lambda x, piece: _allreduce_one_dtype([x], op, piece, group, shown)[0], name)
+    return _unpack(reduced, values)
 
 
 def _pack(tensors: list[tf.Tensor]) -> tf.Tensor:
@@ -117,38 +112,6 @@ def _in_pieces(x: tf.Tensor, collective: Callable[[tf.Tensor, str], tf.Tensor], 
     pieces = [flat[start : start + LARGEST] for start in range(0, elements, LARGEST)]
     results = [collective(piece, f"{name}.piece_{number}") for number, piece in enumerate(pieces)]
     return tf.reshape(tf.concat(results, axis=0), x.shape)
-
-
-class _WireTensor:
-    """A tensor in a reduction.
-
-    Attributes:
-        encoded: the tensor, multiplied by ``prescale``, in its wire dtype.
-    """
-
-    def __init__(
-        self, x: tf.Tensor, dtype: tf.DType, op: ReduceOp, size: int, prescale: float = 1.0, postscale: float = 1.0
-    ) -> None:
-        self._dtype = x.dtype
-        self._size = size
-        self._postscale = postscale
-        self._restore: dtypes.Decode = tf.identity
-        self._factor = dtypes.average_factor(dtype, size) if op == ReduceOp.Average else 1.0
-        self._is_divided = op == ReduceOp.Average and self._factor == 1.0
-        self.encoded = dtypes.scaled(tf.cast(x, dtype), prescale)
-        if op in (ReduceOp.Min, ReduceOp.Max) and dtype.is_floating:
-            self.encoded, self._restore = dtypes.ordered(self.encoded, op)
-
-    def summand(self) -> tf.Tensor:
-        """Return :attr:`encoded`, multiplied by 1/N for an average, unless its sum is divided afterwards."""
-        return dtypes.scaled(self.encoded, self._factor)
-
-    def decode(self, reduced: tf.Tensor) -> tf.Tensor:
-        """Return the reduction of the tensor, given the reduction of :attr:`encoded`."""
-        y = self._restore(reduced)
-        if self._is_divided:
-            y = dtypes.divided(y, self._size)
-        return tf.cast(dtypes.scaled(y, self._postscale), self._dtype)
 
 
 def _size(group: cluster.Group | None) -> int:
@@ -199,7 +162,7 @@ def _allreduce_one_dtype(
         return [tf.identity(x) for x in tensors]
     from horovod.tensorflow.mpi_ops import _allreduce, _grouped_allreduce
 
-    scale = dtypes.average_factor(tensors[0].dtype, _size(group)) if op == ReduceOp.Average else 1.0
+    scale = dtypes.average_factor(tensors[0].dtype, op, _size(group))
     native = {"op": int(ReduceOp.Sum if op == ReduceOp.Average else op), "prescale_factor": scale}
 
     def reduce(*ready: tf.Tensor, **options: object) -> list[tf.Tensor]:
@@ -296,16 +259,16 @@ def compared_alltoall(
 
 def reducescatter(x: tf.Tensor, op: ReduceOp, name: str, group: cluster.Group | None = None) -> tf.Tensor:
     """Reduce ``x`` over all ranks (or ``group``) and return this rank's rows of the result."""
-    dtype = dtypes.wire_dtype(x.dtype, op)
     size = _size(group)
     if size == 1:
         return tf.identity(x)
     from horovod.tensorflow.mpi_ops import _reducescatter
 
-    wire = _WireTensor(x, dtype, op, size)
+    values, decode = dtypes.encoded(x, op, size)
     native = partial(_reducescatter, op=int(ReduceOp.Sum))
     # Scale here: Horovod rejects scaling of tensors larger than its fusion buffer.
-    return wire.decode(_run("reducescatter", native, [wire.summand()], name, group, shown=[x]))
+    summand = dtypes.scaled(values, dtypes.average_factor(values.dtype, op, size))
+    return decode(_run("reducescatter", native, [summand], name, group, shown=[x]))
 
 
 def compared_reducescatter(
@@ -324,10 +287,10 @@ def compared_reducescatter(
 
     def scatter(x: tf.Tensor, each: str) -> tf.Tensor:
         size = _size(group)
-        wire = _WireTensor(x, dtypes.wire_dtype(x.dtype, op), op, size, prescale, postscale)
+        values, decode = dtypes.encoded(x, op, size, prescale, postscale)
         if size == 1:
-            return wire.decode(wire.encoded)
-        blocks, remainder = _blocks(wire.summand(), size)
+            return decode(values)
+        blocks, remainder = _blocks(dtypes.scaled(values, dtypes.average_factor(values.dtype, op, size)), size)
         # Encode what the shape does not show: how many ranks get one more row, and whether it is an average.
         ones = (remainder % _MOST_ONES) + (_MOST_ONES if op == ReduceOp.Average else 0)
         coded = tf.reshape(blocks, tf.concat([tf.shape(blocks), tf.ones([ones], tf.int32)], axis=0))
@@ -335,7 +298,7 @@ def compared_reducescatter(
         total = tf.reduce_sum(tf.reshape(received, tf.shape(blocks)), axis=0)
         index = cluster.rank() if group is None else group.index
         rows = tf.shape(x)[0] // size + tf.cast(index < remainder, tf.int32)
-        return tf.ensure_shape(wire.decode(total[:rows]), [None, *x.shape[1:]])
+        return tf.ensure_shape(decode(total[:rows]), [None, *x.shape[1:]])
 
     return _one_by_one(tensors, scatter, name)
 

@@ -69,9 +69,6 @@ class Attached(Generic[Value]):
     A registry would keep both alive forever, but the garbage collector can free a cycle of the two. The attribute
     bypasses Keras's tracking and is not saved. ``copy.copy`` of a plain object copies it; Keras copies models from
     their configs, without it.
-
-    Args:
-        name: name of the attribute.
     """
 
     def __init__(self, name: str) -> None:

@@ -113,12 +113,11 @@ Checkpoint = (
 
 def checkpoint(config: Inspect | Verify | Export) -> int:
     """Run ``hvdkit checkpoint ...``, print on stdout, and return the exit code."""
-    if isinstance(config, Inspect):
-        return _inspect(config)
-    return _verify(config) if isinstance(config, Verify) else _export(config)
-
-
-def _inspect(config: Inspect) -> int:
+    if isinstance(config, Verify):
+        return _verify(config)
+    if isinstance(config, Export):
+        _export(config)
+        return 0
     from hvdkit.checkpoint.inspection import inspect
 
     found = inspect(config.path)
@@ -145,7 +144,7 @@ def _verify(config: Verify) -> int:
     return 0
 
 
-def _export(config: Export) -> int:
+def _export(config: Export) -> None:
     if config.model is not None:
         from hvdkit.cluster.tensorflow_loading import load_tensorflow
 
@@ -154,14 +153,13 @@ def _export(config: Export) -> int:
 
         export_saved_model(config.path, _function(config.model), config.to, key=config.key, overwrite=config.overwrite)
         _show(f"{config.to}: a SavedModel")
-        return 0
+        return
     from hvdkit.checkpoint.export import bytes_to_export, export_npy
 
     names = config.names or None
     with byte_progress("writing", bytes_to_export(config.path, names)) as advance:
         files = export_npy(config.path, config.to, names, overwrite=config.overwrite, progress=advance)
     _show(f"{config.to}: {len(files) - 1} .npy file(s) and {files[-1].name}")
-    return 0
 
 
 def _function(path: str) -> Callable[[], keras.Model]:

@@ -28,8 +28,7 @@ from dataclasses import fields
 from typing import NamedTuple
 
 from hvdkit._version import __version__
-from hvdkit.commands.parsing import JOINED_NUMBER, corrected, parse
-from hvdkit.commands.script_options import misplaced_options
+from hvdkit.commands.parsing import JOINED_NUMBER, corrected, misplaced_options, parse
 from hvdkit.errors import HvdkitError, printable, see
 from hvdkit.machine.terminal import open_standard_files
 
@@ -227,9 +226,11 @@ def _dispatch(name: str, arguments: list[str]) -> int:
             print(advice, file=sys.stderr, flush=True)
         raise
     result = pkgutil.resolve_name(command.runner)(config, *program)
-    if result is not None and not isinstance(result, int):
+    if isinstance(result, int):
+        return result
+    if result is not None:
         print(result)
-    return result if isinstance(result, int) else 0
+    return 0
 
 
 def _split_off_program(arguments: list[str], kind: type) -> tuple[list[str], list[str]]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -148,7 +147,6 @@ def examine(source: FileSource, ranks: int) -> Report:
 def _scanned(paths: tuple[str, ...], kind: Kind) -> FileSource:
     """Return a source; scanning its files has a progress bar."""
     from hvdkit.data.files.listing import list_files
-    from hvdkit.data.files.path_columns import PathColumns
     from hvdkit.data.files.source import FileSource
 
     if not paths:
@@ -157,8 +155,7 @@ def _scanned(paths: tuple[str, ...], kind: Kind) -> FileSource:
     file_format = _format_of(_recognized(files) if kind == "auto" else kind)
     size = sum(file.size for file in files)
     with byte_progress("reading", size) as advance:
-        path_columns = functools.partial(PathColumns, None, {}) if file_format.name == "parquet" else None
-        return FileSource(paths, file_format, on_scanned=lambda file: advance(file.size), path_columns=path_columns)
+        return FileSource(paths, file_format, on_scanned=lambda file: advance(file.size))
 
 
 def _format_of(kind: Kind) -> Format:
@@ -171,14 +168,14 @@ def _format_of(kind: Kind) -> Format:
         from hvdkit.data.files.text_format import LineFormat
         from hvdkit.data.files.tfrecord_format import TFRecordFormat
 
-    formats: dict[str, Callable[[], Format]] = {
-        "parquet": lambda: ParquetFormat(None, {}),
-        "tfrecord": lambda: TFRecordFormat(None),
-        "array_record": lambda: ArrayRecordFormat(None),
-        "npy": NpyFormat,
-        "lines": LineFormat,
+    formats: dict[str, Format] = {
+        "parquet": ParquetFormat(None, {}),
+        "tfrecord": TFRecordFormat(None),
+        "array_record": ArrayRecordFormat(None),
+        "npy": NpyFormat(),
+        "lines": LineFormat(),
     }
-    return formats[kind]()
+    return formats[kind]
 
 
 def _recognized(files: Sequence[File]) -> Kind:

@@ -1,4 +1,7 @@
-"""Parsing of command lines: help and errors with color and boxes on a terminal, plain lines everywhere else."""
+"""Parsing of command lines, and proposals for options that are misspelled or misplaced.
+
+Help and errors have color and boxes on a terminal, and are plain lines everywhere else.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +12,30 @@ import io
 import itertools
 import os
 import re
+import shlex
 import sys
 import textwrap
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from hvdkit.errors import printable
 from hvdkit.machine.terminal import on_terminal
 
-# tyro's error report in ASCII when written to a file: a title, then paragraphs separated by rules.
-_TITLE = re.compile(r" \S")
-# Its report of a value that is not a number, and of an error that a config has raised.
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 JOINED_NUMBER = re.compile(r"-np\d+")
 """An option and its value that lack the space between them."""
+# tyro's error report in ASCII when written to a file: a title, then paragraphs separated by rules.
+_TITLE = re.compile(r" \S")
+_RULE = re.compile(r" *-{3,} *$")
+# Its report of a value that is not a number, and of an error that a config has raised.
 _NOT_A_NUMBER = re.compile(
     r"Error parsing (?P<option>-[\w-]*)\S*: .*?(?P<kind>INT|FLOAT|float|int)\b.*?'(?P<value>.*?)'", re.DOTALL
 )
 _RAISED = re.compile(r"Error parsing \w+: (?P<message>.*?)\s*(?:-{3,}|For full helptext|\Z)", re.DOTALL)
-_RULE = re.compile(r" *-{3,} *$")
 
 
 def parse(
@@ -66,20 +74,17 @@ def parse(
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             return cli()
     except SystemExit:
-        if not quiet and not _explain(err.getvalue(), prog):
-            if on_terminal() and not os.environ.get("NO_COLOR"):  # https://no-color.org
-                cli()  # again, in color
-            _print("".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines()), sys.stdout)
-            _print(plain(err.getvalue()), sys.stderr)
+        if quiet:
+            raise
+        problem = wrong_value(err.getvalue())
+        if problem is not None:
+            _print(f"{prog or Path(sys.argv[0]).name}: {problem}\n", sys.stderr)
+            raise
+        if on_terminal() and not os.environ.get("NO_COLOR"):  # https://no-color.org
+            cli()  # again, in color
+        _print("".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines()), sys.stdout)
+        _print(plain(err.getvalue()), sys.stderr)
         raise
-
-
-def _explain(report: str, prog: str | None) -> bool:
-    """Print what is wrong with a value, in one line; return False if the report is about something else."""
-    problem = wrong_value(report)
-    if problem is not None:
-        _print(f"{prog or Path(sys.argv[0]).name}: {problem}\n", sys.stderr)
-    return problem is not None
 
 
 def _print(text: str, stream: TextIO | None) -> None:
@@ -91,12 +96,7 @@ def _print(text: str, stream: TextIO | None) -> None:
 def corrected(kind: object, arguments: Sequence[str]) -> list[str] | None:
     """Return ``arguments`` with each option that does not exist replaced by the one that resembles it most.
 
-    Args:
-        kind: A config dataclass, or a union of them.
-        arguments: The words after the command.
-
-    Returns:
-        The words; None if an option resembles none, or all exist.
+    Return None if an option resembles none, or all exist.
 
     Example:
         >>> from hvdkit.commands.run.config import RunConfig
@@ -112,7 +112,8 @@ def corrected(kind: object, arguments: Sequence[str]) -> list[str] | None:
         if JOINED_NUMBER.fullmatch(word):
             words += ["-np", word.removeprefix("-np")]
             continue
-        if option.startswith("-") and option.replace("_", "-") not in known and not _is_number(option):
+        is_number = re.fullmatch(r"-[\d.]+", option) is not None
+        if option.startswith("-") and option.replace("_", "-") not in known and not is_number:
             near = difflib.get_close_matches(option, known, 1, cutoff=0.7)
             if not near:
                 return None
@@ -121,14 +122,69 @@ def corrected(kind: object, arguments: Sequence[str]) -> list[str] | None:
     return None if words == list(arguments) else words
 
 
-def resembling(kind: object, option: str, arguments: Sequence[str]) -> str | None:
-    """Return the option of a command that ``option`` is or resembles most, or None.
+def misplaced_options(
+    kind: type[DataclassInstance], name: str, arguments: Sequence[str], program: Sequence[str]
+) -> str | None:
+    """Return the message about options of a script that were written before it: ``run -np 2 --epochs 3 train.py``.
+
+    Return None if there are no such options, if they resemble those of the command ``name``, or if the program is not a
+    Python script. The program may be empty, if an option was taken to have the script as its value.
 
     Example:
         >>> from hvdkit.commands.run.config import RunConfig
-        >>> resembling(RunConfig, "-n", []), resembling(RunConfig, "--epochs", [])
-        ('-np', None)
+        >>> print(misplaced_options(RunConfig, "run", ["-np", "2", "--epochs", "3"], ["train.py"]))
+        hvdkit run: no option --epochs; if it is one of train.py, it goes after that name
+        write: hvdkit run -np 2 -- python train.py --epochs 3
     """
+    known = {"--help", *(f"--{no}{field.name.replace('_', '-')}" for field in fields(kind) for no in ("", "no-"))}
+    own: list[str] = []
+    moved: list[str] = []
+    command = list(program)
+    first = ""
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        option = word.partition("=")[0].replace("_", "-")
+        if not option.startswith("--") or option in known:
+            own.append(word)
+            continue
+        first = first or word.partition("=")[0]
+        moved.append(word)
+        if "=" in word or not rest or rest[0].startswith("-"):
+            continue
+        if _is_script(rest[0]) or rest[0].startswith("python"):  # the option has no value
+            command = [*rest, *command]
+            rest = []
+        else:
+            moved.append(rest.pop(0))
+    script = next((word for word in command if _is_script(word)), None)
+    if not moved or script is None or (not _mentions(script, first) and _resembling(kind, first, arguments)):
+        return None
+    if "-np" in command[:-1] and "-np" not in own:
+        index = command.index("-np")
+        own += command[index : index + 2]
+        del command[index : index + 2]
+    if name == "run" and command[0] == script:
+        command.insert(0, "python")
+    own = [_resembling(kind, word, own) or word if word.startswith("-") else word for word in own]
+    return (
+        f"hvdkit {name}: no option {first}; if it is one of {script}, it goes after that name\n"
+        f"write: {shlex.join(['hvdkit', name, *own, '--', *command, *moved])}"
+    )
+
+
+def _is_script(word: str) -> bool:
+    return word.endswith(".py")
+
+
+def _mentions(script: str, option: str) -> bool:
+    """Return whether a script's text has an option."""
+    path = Path(script)
+    return path.is_file() and option.lstrip("-") in path.read_text(encoding="utf-8", errors="replace")
+
+
+def _resembling(kind: object, option: str, arguments: Sequence[str]) -> str | None:
+    """Return the option of a command that ``option`` is or resembles most, or None."""
     near = difflib.get_close_matches(option.replace("_", "-"), _known_options(kind, arguments), 1, cutoff=0.7)
     return near[0] if near else None
 
@@ -140,10 +196,6 @@ def _known_options(kind: object, arguments: Sequence[str]) -> list[str]:
     with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown), contextlib.suppress(SystemExit):
         parse(kind, args=[*subcommand, "--help"])
     return re.findall(r"(?<![\w-])--?[a-z][\w-]*", shown.getvalue())
-
-
-def _is_number(word: str) -> bool:
-    return re.fullmatch(r"-[\d.]+", word) is not None
 
 
 def wrong_value(report: str) -> str | None:

@@ -98,11 +98,7 @@ def is_initialized() -> bool:
         >>> hvd.is_initialized()
         True
     """
-    try:
-        cluster.size()
-    except hk.ClusterError:
-        return False
-    return True
+    return cluster.is_initialized()
 
 
 def cross_rank() -> int:

@@ -21,16 +21,14 @@ from hvdkit.cluster.logs import get_logger
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.collectives.graphs import divide_for_xla, error_of_xla
 from hvdkit.compiling.operations import has_exchange_for_xla
-from hvdkit.compiling.programs import Program, structures_of
+from hvdkit.compiling.programs import Program, StepGraph, structures_of
 from hvdkit.compiling.rebuilding import needs_xla_inside
 from hvdkit.compiling.settings import mode
-from hvdkit.compiling.step_graph import StepGraph
-from hvdkit.compiling.uncompiled_step import compare_modes, create_now, kind_of_agreement, uncompiled
+from hvdkit.compiling.uncompiled_step import compare_modes, create_now, has_exchange, kind_of_agreement, uncompiled
 from hvdkit.errors import describe, listed
 
 Step = TypeVar("Step", bound=Callable[..., object])
-Args: TypeAlias = tuple[object, ...]
-Kwargs: TypeAlias = dict[str, object]
+Arguments: TypeAlias = tuple[tuple[object, ...], dict[str, object]]
 MOST_SIGNATURES = 8
 _COMPOSITES = (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices, tf.experimental.ExtensionType)
 _MOST_SHOWN = 4
@@ -124,26 +122,27 @@ class CompiledStep:
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the step."""
-        key = _signature((args, kwargs))
-        leaves = tf.nest.flatten((args, kwargs), expand_composites=True)
+        arguments = (args, kwargs)
+        key = _signature(arguments)
+        leaves = tf.nest.flatten(arguments, expand_composites=True)
         tensors = [tf.convert_to_tensor(leaf) for leaf in leaves if _is_tensor(leaf)]
         graph = self._graphs.get(key)
         if graph is None:
-            return self._first_call(key, args, kwargs, tensors)
+            return self._first_call(key, arguments, tensors)
         return graph(tensors)
 
-    def _first_call(self, key: Hashable, args: Args, kwargs: Kwargs, tensors: list[tf.Tensor]) -> object:
+    def _first_call(self, key: Hashable, arguments: Arguments, tensors: list[tf.Tensor]) -> object:
         """Run the step with a new signature."""
         began = time.monotonic()
         before = self.compilations
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
-        self._note_shapes(args, kwargs, specs)
+        self._note_shapes(arguments, specs)
         if self.signatures < MOST_SIGNATURES:
-            graph = self._graph(args, kwargs, specs)
+            graph = self._graph(arguments, specs)
             self._graphs[key] = graph
             self.signatures += 1
         else:
-            graph = self._relaxed_graph(key, args, kwargs, specs)
+            graph = self._relaxed_graph(key, arguments, specs)
         result = graph(tensors)
         self.seconds += time.monotonic() - began
         if self.compilations > before and cluster.is_chief():
@@ -158,10 +157,10 @@ class CompiledStep:
             )
         return result
 
-    def _relaxed_graph(self, exact: Hashable, args: Args, kwargs: Kwargs, specs: list[tf.TensorSpec]) -> StepGraph:
+    def _relaxed_graph(self, exact: Hashable, arguments: Arguments, specs: list[tf.TensorSpec]) -> StepGraph:
         """Return a graph for arguments of many shapes; for a step that needs fixed shapes, one for the given ones."""
-        shapes = self._shapes[_signature((args, kwargs), shapes=False)]
-        key = (_signature((args, kwargs), shapes=False), str(shapes))
+        shapes = self._shapes[_signature(arguments, shapes=False)]
+        key = (_signature(arguments, shapes=False), str(shapes))
         if not self._relaxed:
             get_logger().info(
                 "%s: more than %d combinations of shapes: for others, what depends on them runs uncompiled",
@@ -171,54 +170,41 @@ class CompiledStep:
         if key not in self._relaxed:
             relaxed = [tf.TensorSpec(shape, spec.dtype) for shape, spec in zip(shapes, specs, strict=True)]
             try:
-                self._relaxed[key] = self._graph(args, kwargs, relaxed)
+                self._relaxed[key] = self._graph(arguments, relaxed)
             except Exception as error:  # as in Python that computes with sizes
                 get_logger().debug("%s: %s", self._label, error)
                 self._relaxed[key] = None
         graph = self._relaxed[key]
         if graph is None or not self._shared.keys() <= {program.structure for program in graph.programs.values()}:
-            graph = self._graph(args, kwargs, specs, compiles_shapes=False)
+            graph = self._graph(arguments, specs, compiles_shapes=False)
             self._graphs[exact] = graph
         return graph
 
-    def _note_shapes(self, args: Args, kwargs: Kwargs, specs: list[tf.TensorSpec]) -> None:
+    def _note_shapes(self, arguments: Arguments, specs: list[tf.TensorSpec]) -> None:
         """Note which dimensions of the arguments change."""
-        key = _signature((args, kwargs), shapes=False)
+        key = _signature(arguments, shapes=False)
         known = self._shapes.get(key) or [spec.shape for spec in specs]
         self._shapes[key] = [
             shape.most_specific_common_supertype([spec.shape]) or tf.TensorShape(None)
             for shape, spec in zip(known, specs, strict=True)
         ]
 
-    def _trace(
-        self, args: Args, kwargs: Kwargs, specs: Sequence[tf.TensorSpec]
-    ) -> tf.types.experimental.ConcreteFunction:
-        """Trace the step for XLA; without it, if XLA's form of a loop or function could not run outside of a program.
-
-        Args:
-            args, kwargs: of the step.
-            specs: of its tensors.
-        """
-        concrete = self._traced(args, kwargs, specs, for_xla=True)
+    def _trace(self, arguments: Arguments, specs: Sequence[tf.TensorSpec]) -> tf.types.experimental.ConcreteFunction:
+        """Trace the step for XLA; without, if XLA's form of a loop or function could not run outside of a program."""
+        concrete = self._traced(arguments, specs, for_xla=True)
         if has_exchange_for_xla(concrete.graph):
             raise error_of_xla()
         if needs_xla_inside(concrete.graph):
-            concrete = self._traced(args, kwargs, specs, for_xla=False)
+            concrete = self._traced(arguments, specs, for_xla=False)
         return concrete
 
     def _traced(
-        self, args: Args, kwargs: Kwargs, specs: Sequence[tf.TensorSpec], *, for_xla: bool
+        self, arguments: Arguments, specs: Sequence[tf.TensorSpec], *, for_xla: bool
     ) -> tf.types.experimental.ConcreteFunction:
-        """Trace the step.
-
-        Args:
-            args, kwargs: of the step.
-            specs: of its tensors.
-            for_xla: whether the gradients of loops and branches get the form that XLA compiles.
-        """
+        """Trace the step; ``for_xla``, the gradients of loops and branches get the form that XLA compiles."""
         step = self._step
-        structure = _without_tensors((args, kwargs))
-        leaves = tf.nest.flatten((args, kwargs), expand_composites=True)
+        structure = _without_tensors(arguments)
+        leaves = tf.nest.flatten(arguments, expand_composites=True)
         places = [place for place, leaf in enumerate(leaves) if _is_tensor(leaf)]
         values = [None if _is_tensor(leaf) else leaf for leaf in leaves]
 
@@ -235,30 +221,26 @@ class CompiledStep:
         return tf.function(flat, autograph=self._autograph, jit_compile=for_xla or None).get_concrete_function(*specs)
 
     def _graph(
-        self, args: Args, kwargs: Kwargs, specs: Sequence[tf.TensorSpec], *, compiles_shapes: bool = True
+        self, arguments: Arguments, specs: Sequence[tf.TensorSpec], *, compiles_shapes: bool = True
     ) -> StepGraph:
-        """Trace the step; have XLA check its programs.
-
-        Args:
-            args, kwargs: of the step.
-            specs: of its tensors.
-            compiles_shapes: whether to compile programs for these shapes only.
-        """
-        concrete = self._trace(args, kwargs, specs)
+        """Trace the step; have XLA check its programs, and if ``compiles_shapes``, also those for these shapes only."""
+        concrete = self._trace(arguments, specs)
         with tf.init_scope():
-            graph = StepGraph(concrete, specs, self._shared, lambda: self._traced(args, kwargs, specs, for_xla=False))
+            graph = StepGraph(concrete, specs, self._shared, lambda: self._traced(arguments, specs, for_xla=False))
             before = {id(program.function) for program in self._shared.values()}
-            if graph.has_exchange and cluster.size() > 1:
+            if has_exchange(concrete.graph) and cluster.size() > 1:
                 if self._levels is None:
-                    self._agree(graph, lambda: self._structures_of_others(args, kwargs, specs))
-                graph.keep(self._levels_of(graph, compiles_shapes=compiles_shapes))
+                    self._levels = self._agreed_levels(graph, arguments, specs)
+                levels = self._levels if compiles_shapes else set()
+                programs = graph.programs.items()
+                graph.keep({level for level, each in programs if each.structure in self._shared or level in levels})
             elif not compiles_shapes:
                 graph.keep(set())
             self._report(graph)
             self.compilations += sum(id(program.function) not in before for program in graph.programs.values())
         return graph
 
-    def _structures_of_others(self, args: Args, kwargs: Kwargs, specs: Sequence[tf.TensorSpec]) -> set[str] | None:
+    def _structures_of_others(self, arguments: Arguments, specs: Sequence[tf.TensorSpec]) -> set[str] | None:
         """Return the structures of the step for another number of rows; None if it takes no other."""
         rows = next((spec.shape[0] for spec in specs if spec.shape.rank), None)
         if rows is None:
@@ -270,38 +252,37 @@ class CompiledStep:
             for spec in specs
         ]
         try:
-            return structures_of(self._trace(args, kwargs, others))
+            return structures_of(self._trace(arguments, others))
         except Exception as error:
             get_logger().debug("%s: %s", self._label, error)
             return None
 
-    def _agree(self, graph: StepGraph, others: Callable[[], set[str] | None]) -> None:
-        """Choose on all ranks the programs of the step.
+    def _agreed_levels(self, graph: StepGraph, arguments: Arguments, specs: Sequence[tf.TensorSpec]) -> set[int]:
+        """Choose on all ranks the programs of the step from those of the graph of the first shapes.
 
         What follows an exchange has to give equal results on all ranks: replicas would drift apart. That has to hold
         for all graphs to come, whose shapes may differ by rank. So a program after an exchange serves all shapes. If it
         depends on the shapes, it is compiled only before another exchange, e.g. the pass of a model that exchanges
         the statistics of a batch, if it is the same on all ranks for the first shapes.
 
-        Args:
-            graph: of the first shapes.
-            others: returns the structures of the graph of other shapes, or None if there are none.
+        Returns:
+            The levels of the programs for the shapes of a graph. Programs for all shapes are added to the shared ones.
         """
         first, last = graph.levels_of_exchanges
 
         def value() -> tuple[str, dict[int, tuple[str, bool]]]:
-            structures = others() if any(level > first for level in graph.programs) else None
-            serves_all = {
-                level: level > first and (structures is None or program.structure in structures)
+            is_after = any(level > first for level in graph.programs)
+            structures = self._structures_of_others(arguments, specs) if is_after else None
+            return mode(), {
+                level: (program.digest, level > first and (structures is None or program.structure in structures))
                 for level, program in graph.programs.items()
             }
-            return mode(), {level: (graph.programs[level].digest, serves_all[level]) for level in serves_all}
 
         # Not the label, since Keras numbers the names of models per process.
         ranks = gather(cluster.exchange(), kind_of_agreement(self._name), value)
         compare_modes([each for each, _ in ranks])
         programs = [each for _, each in ranks]
-        self._levels = set()
+        levels: set[int] = set()
         for level, program in graph.programs.items():
             if not all(level in each for each in programs):
                 continue
@@ -309,16 +290,8 @@ class CompiledStep:
             if is_equal and all(each[level][1] for each in programs):
                 self._shared[program.structure] = program
             elif level < first or (is_equal and level < last):
-                self._levels.add(level)
-
-    def _levels_of(self, graph: StepGraph, *, compiles_shapes: bool) -> set[int]:
-        """Return the levels of a graph that all ranks compile."""
-        levels = self._levels or set()
-        return {
-            level
-            for level, program in graph.programs.items()
-            if program.structure in self._shared or (compiles_shapes and level in levels)
-        }
+                levels.add(level)
+        return levels
 
     def _report(self, graph: StepGraph) -> None:
         """Log what is compiled, and what is not: on the chief for the first graph, later what this rank refuses."""

@@ -33,15 +33,10 @@ TRIVIAL = frozenset(
     | {"StopGradient", "StridedSlice", "ExpandDims", "Squeeze", "EnsureShape", "PreventGradient"}
 )
 _BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
-_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+LOOPS_AND_BRANCHES = _BRANCHES | {"While", "StatelessWhile"}
+CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _RANDOM = ("Random", "Multinomial", "TruncatedNormal", "StatefulUniform", "StatefulStandardNormal", "Shuffle")
 _OF_SEEDS = frozenset({"StatelessRandomGetAlg", "StatelessRandomGetKeyCounter", "StatelessRandomGetKeyCounterAlg"})
-_COLLECTIVE = "Horovod"
-
-
-def compiler_device() -> str:
-    """Return the name under which TensorFlow registers XLA's kernels for this process's first device."""
-    return "XLA_GPU_JIT" if tf.config.list_logical_devices("GPU") else "XLA_CPU_JIT"
 
 
 @functools.cache
@@ -53,15 +48,15 @@ def _register_kernels() -> None:
 
 @functools.cache
 def _kernels(kind: str) -> tuple[Any, ...]:
-    """Return XLA's kernels of an operation."""
+    """Return XLA's kernels of an operation for this process's first device."""
     _register_kernels()
-    device = compiler_device()
+    device = "XLA_GPU_JIT" if tf.config.list_logical_devices("GPU") else "XLA_CPU_JIT"
     return tuple(kernel for kernel in get_registered_kernels_for_op(kind).kernel if kernel.device_type == device)
 
 
 def is_collective(kind: str) -> bool:
     """Return True for an operation of Horovod."""
-    return kind.startswith(_COLLECTIVE)
+    return kind.startswith("Horovod")
 
 
 def functions_of(attributes: Mapping[str, tf.compat.v1.AttrValue]) -> list[str]:
@@ -76,28 +71,20 @@ def functions_of(attributes: Mapping[str, tf.compat.v1.AttrValue]) -> list[str]:
 
 
 class Library:
-    """The functions of a graph.
-
-    Args:
-        graph: the graph of a function.
-    """
+    """The functions that the operations of a graph call."""
 
     def __init__(self, graph: tf.Graph) -> None:
         self._functions = {each.signature.name: each for each in graph.as_graph_def().library.function}
 
     def placeholders(self, op: tf.Operation) -> list[tf.Tensor]:
-        """Return the outputs of a branch that have no value if another branch has run: what its gradient needs.
-
-        Args:
-            op: of the graph.
-        """
+        """Return the outputs of a branch that have no value if another branch has run: what its gradient needs."""
         return [tensor for place, tensor in enumerate(op.outputs) if self._is_placeholder(op.node_def, place)]
 
     def _is_placeholder(self, node: tf.compat.v1.NodeDef, place: int) -> bool:
         """Return True if an output of a node has no value in some runs."""
         if node.op == "FakeParam":
             return True
-        if node.op not in _BRANCHES | _CALLS:
+        if node.op not in _BRANCHES | CALLS:
             return False
         for name in functions_of(node.attr):
             function = self._functions[name]
@@ -120,11 +107,7 @@ class Library:
 
 
 def has_exchange_for_xla(graph: tf.Graph) -> bool:
-    """Return True if a function that the program itself compiles by XLA exchanges something between ranks.
-
-    Args:
-        graph: of a function that calls it.
-    """
+    """Return True if a function in ``graph`` that the program itself compiles by XLA has an exchange between ranks."""
     library = Library(graph)
     return any(
         is_collective(node.op) or any(is_collective(inner.op) for inner in library.nodes(node.attr))
@@ -135,12 +118,7 @@ def has_exchange_for_xla(graph: tf.Graph) -> bool:
 
 
 def reason_outside(op: tf.Operation, library: Library) -> str | None:
-    """Return why an operation cannot be compiled, or None.
-
-    Args:
-        op: an operation of a graph.
-        library: the functions of its graph.
-    """
+    """Return why an operation cannot be compiled, or None."""
     node = op.node_def
     reason = _reason_of_node(node.op, node.attr)
     if reason is None and any(tensor.dtype == tf.string for tensor in (*op.inputs, *op.outputs)):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
-from hvdkit.compiling.operations import functions_of
+from hvdkit.compiling.operations import LOOPS_AND_BRANCHES, functions_of
 from hvdkit.internals import handle_data_util
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ _MOST_CONSTANTS = 1024
 _MOST_DERIVED = 64
 _OF_SHAPES = ("VariableShape", "Shape", "ShapeN", "Size")
 _HANDLES = (tf.resource, tf.variant)
-_LOOPS_AND_BRANCHES = ("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase")
 _UPDATE = "XlaDynamicUpdateSlice"  # of the gradient of tf.slice, which TensorFlow has no kernel for
 
 
@@ -55,18 +54,17 @@ class Copies:
     def controls(self, operations: Iterable[tf.Operation]) -> list[tf.Operation]:
         """Return the copies of the control inputs of ``operations``."""
         inputs = (each for op in operations for each in op.control_inputs)
-        return list({id(op): op for op in map(self._operations.get, inputs) if op is not None}.values())
+        return list(dict.fromkeys(self._operations[op] for op in inputs if op in self._operations))
 
     def _source(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return the copy of a captured tensor or a constant."""
+        """Return a captured tensor in the new graph, or the copy of a constant."""
         captured = self._captured.get(id(tensor))
         if captured is None:  # a constant, or a value that is derived from constants
             return self._copied(tensor.op)[tensor.value_index]
         is_small = captured.dtype not in _HANDLES and hasattr(captured, "numpy")
         if is_small and captured.shape.num_elements() <= _MOST_CONSTANTS:
             return tf.constant(captured.numpy())
-        graph = tf.compat.v1.get_default_graph()
-        return graph.capture(captured)
+        return tf.compat.v1.get_default_graph().capture(captured)
 
     def copy(self, op: tf.Operation) -> None:
         """Copy an operation whose inputs are copied."""
@@ -80,9 +78,12 @@ class Copies:
                 return [tf.constant(value, output.dtype) for value, output in zip(values, op.outputs, strict=True)]
         inputs = [self[tensor] for tensor in op.inputs]
         if not self._compiled and op.type == _UPDATE:
-            return [_updated(*inputs)]
+            x, update, begin = inputs
+            end = begin + tf.shape(update, out_type=begin.dtype)
+            steps = tf.ones_like(begin)
+            return [tf.raw_ops.TensorStridedSliceUpdate(input=x, begin=begin, end=end, strides=steps, value=update)]
         attributes = {name: value for name, value in op.node_def.attr.items() if not name.startswith("_class")}
-        if op.type in _LOOPS_AND_BRANCHES:
+        if op.type in LOOPS_AND_BRANCHES:
             attributes["_lower_using_switch_merge"] = tf.compat.v1.AttrValue(b=not self._compiled)
         for name in functions_of(attributes):
             graph._add_function_recursive(self._graph._get_function(name))
@@ -107,35 +108,19 @@ class Copies:
 def needs_xla_inside(graph: tf.Graph) -> bool:
     """Return True if a function that a graph calls has an operation that runs in a program for XLA only.
 
-    Args:
-        graph: of a function that was traced for XLA. Such operations of its own are replaced when they are copied.
+    Such operations of the graph itself are replaced when they are copied.
     """
     functions = graph.as_graph_def().library.function
     return any(node.op == _UPDATE for function in functions for node in function.node_def)
 
 
-def _updated(x: tf.Tensor, update: tf.Tensor, begin: tf.Tensor) -> tf.Tensor:
-    """Return ``x`` with the values from ``begin`` on replaced by ``update``."""
-    end = begin + tf.shape(update, out_type=begin.dtype)
-    return tf.raw_ops.TensorStridedSliceUpdate(input=x, begin=begin, end=end, strides=tf.ones_like(begin), value=update)
-
-
-def _shape_of(handle: tf.Tensor) -> list[int] | None:
-    """Return the shape of the variable of a handle, if it is known."""
-    data = handle_data_util.get_resource_handle_data(handle)
-    shape = tf.TensorShape(data.shape_and_type[0].shape) if data.shape_and_type else tf.TensorShape(None)
-    return shape.as_list() if shape.is_fully_defined() else None
-
-
 def static_value(tensor: tf.Tensor) -> list[int] | np.ndarray | None:
-    """Return the value of a tensor that is known while its graph is traced, or None.
-
-    Args:
-        tensor: of a graph.
-    """
+    """Return the value of a tensor that is known while its graph is traced, or None."""
     op = tensor.op
     if op.type == "VariableShape":
-        return _shape_of(op.inputs[0])
+        data = handle_data_util.get_resource_handle_data(op.inputs[0])
+        shape = tf.TensorShape(data.shape_and_type[0].shape) if data.shape_and_type else tf.TensorShape(None)
+        return shape.as_list() if shape.is_fully_defined() else None
     if op.type == "ShapeN":
         is_known = all(each.shape.is_fully_defined() for each in op.inputs)
         return op.inputs[tensor.value_index].shape.as_list() if is_known else None

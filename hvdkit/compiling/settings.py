@@ -11,11 +11,7 @@ _MODES = ("on", "off", "auto")
 
 
 def mode() -> str:
-    """Return HVDKIT_JIT_COMPILE: "on", "off" or "auto"; "" if it is not set.
-
-    Raises:
-        ValueError: the variable has another value.
-    """
+    """Return HVDKIT_JIT_COMPILE: "on", "off" or "auto"; "" if it is not set. Other values are a ValueError."""
     text = os.environ.get(VARIABLE, "").strip().lower()
     if text and text not in _MODES:
         raise ValueError(describe(VARIABLE, text, "on, off or auto", "unset it, or write e.g. auto"))

@@ -39,16 +39,10 @@ _PREFIX = "hvdkit_"  # of the names of hvdkit's own checks, such as the tests of
 
 @dataclass(eq=False)
 class Stage:
-    """Operations that run together.
-
-    Attributes:
-        level: stages run in the order of levels.
-        operations: in an order in which they can run.
-        is_program: whether XLA may compile them as one program.
-    """
+    """Operations that run together. Stages run in the order of levels."""
 
     level: int
-    operations: list[tf.Operation] = field(default_factory=list)
+    operations: list[tf.Operation] = field(default_factory=list)  # in an order in which they can run
 
     @property
     def is_program(self) -> bool:
@@ -61,10 +55,7 @@ class Stage:
 
 
 class Stages:
-    """The stages of a graph.
-
-    Args:
-        graph: the graph of a function, in which shapes are known.
+    """The stages of the graph of a function, in which shapes are known.
 
     Attributes:
         all: in the order in which they run.
@@ -85,8 +76,11 @@ class Stages:
         _add_of_values(operations, is_outside, library)
         _add_lookups(operations, is_outside)
         _add_copies(operations, is_outside)
-        inner = {op for op in operations if any(is_collective(node.op) for node in library.nodes(op.node_def.attr))}
-        exchanges = inner | {op for op in operations if is_collective(op.type)}
+        exchanges = {
+            op
+            for op in operations
+            if is_collective(op.type) or any(is_collective(node.op) for node in library.nodes(op.node_def.attr))
+        }
         self.library = library
         self.all = _divided(operations, is_outside, exchanges)
         self.levels_of_exchanges = {stage.level for stage in self.all if exchanges & set(stage.operations)}
@@ -166,7 +160,6 @@ def _add_copies(operations: Sequence[tf.Operation], is_outside: set[tf.Operation
 def _divided(
     operations: Sequence[tf.Operation], is_outside: set[tf.Operation], exchanges: set[tf.Operation]
 ) -> list[Stage]:
-    levels: dict[tf.Operation, int] = {}
     later: dict[tf.Operation, int] = {}
     while True:
         levels = _levels(operations, is_outside, exchanges, later)
@@ -186,14 +179,7 @@ def _levels(
     exchanges: set[tf.Operation],
     least: Mapping[tf.Operation, int],
 ) -> dict[tf.Operation, int]:
-    """Return the level of each operation, in their order.
-
-    Args:
-        operations: of the graph, in an order in which they can run.
-        is_outside: those that are not compiled.
-        exchanges: those that exchange something between ranks.
-        least: levels that some operations have at least.
-    """
+    """Return the level of each operation, in their order; ``least`` has levels that some operations have at least."""
     levels: dict[tf.Operation, int] = {}
     for op in operations:
         if op.type in _SOURCES:

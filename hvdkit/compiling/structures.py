@@ -20,12 +20,7 @@ _HANDLES = (tf.resource, tf.variant)
 
 
 class Structure:
-    """The digest of a list of operations, of the tensors that they take, and of those that others take.
-
-    Args:
-        graph: the graph of a function.
-        library: its functions.
-    """
+    """The digest of a list of operations of a graph, of the tensors that they take, and of those that others take."""
 
     def __init__(self, graph: tf.Graph, library: Library) -> None:
         self._library = library
@@ -34,13 +29,7 @@ class Structure:
     def digest(
         self, operations: Sequence[tf.Operation], inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor]
     ) -> str:
-        """Return the digest.
-
-        Args:
-            operations: in an order in which they can run.
-            inputs: the tensors that are passed to them, in this order.
-            outputs: the tensors that they return, in this order.
-        """
+        """Return the digest of operations, in an order in which they can run, and of their inputs and outputs."""
         places = {op: place for place, op in enumerate(operations)}
         given = {id(tensor): f"input {place} {tensor.dtype} {tensor.shape}" for place, tensor in enumerate(inputs)}
         text = hashlib.sha256()
@@ -69,14 +58,10 @@ class Structure:
         return _constant(captured, captured.numpy())
 
     def _operation(self, op: tf.Operation) -> str:
-        return f"{op.type} {op.device} {self._attributes(op.node_def.attr)}"
-
-    def _attributes(self, attributes: Mapping[str, tf.compat.v1.AttrValue]) -> str:
-        names = functions_of(attributes)
-        inner = [
-            f"{node.name} {node.op} {list(node.input)} {_values(node.attr)}" for node in self._library.nodes(attributes)
-        ]
-        return f"{_values(attributes)} {len(names)} {inner}"
+        attributes = op.node_def.attr
+        nodes = self._library.nodes(attributes)
+        inner = [f"{node.name} {node.op} {list(node.input)} {_values(node.attr)}" for node in nodes]
+        return f"{op.type} {op.device} {_values(attributes)} {len(functions_of(attributes))} {inner}"
 
 
 def _constant(tensor: tf.Tensor, value: npt.ArrayLike) -> str:

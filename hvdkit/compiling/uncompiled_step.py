@@ -21,11 +21,7 @@ _OF_VARIABLES = ("trainable", "name", "dtype", "constraint", "synchronization", 
 
 
 def uncompiled(step: Callable[..., object]) -> tf.types.experimental.PolymorphicFunction:
-    """Return a step as a ``tf.function``.
-
-    Args:
-        step: a function, or a ``tf.function``.
-    """
+    """Return a step, a function or a ``tf.function``, as a ``tf.function``."""
     function = getattr(step, "python_function", step)  # of a tf.function
     name = getattr(function, "__name__", "step")
     has_compared: list[bool] = []
@@ -55,10 +51,6 @@ def create_now(create: Callable[..., tf.Variable], **options: object) -> tf.Vari
     """Create a variable outside of the graph that is being traced, with its value.
 
     Otherwise TensorFlow would trace the step twice, or assign the value in a branch of its graph.
-
-    Args:
-        create: the next creator of variables.
-        options: of the variable.
     """
     value = options.get("initial_value")
     if isinstance(value, tf.Tensor) and tf.is_symbolic_tensor(value):
@@ -71,23 +63,12 @@ def create_now(create: Callable[..., tf.Variable], **options: object) -> tf.Vari
 
 
 def kind_of_agreement(name: str) -> str:
-    """Return the name of the exchange before the first step.
-
-    Args:
-        name: of the step's function.
-    """
+    """Return the name of the exchange before the first step of the function ``name``."""
     return f"programs of {name}"
 
 
 def compare_modes(modes: Sequence[str]) -> None:
-    """Raise an error if only some ranks switch XLA off.
-
-    Args:
-        modes: HVDKIT_JIT_COMPILE of each rank.
-
-    Raises:
-        CollectiveMismatchError: only some have "off"; the message names the ranks.
-    """
+    """Raise CollectiveMismatchError if only some ranks have HVDKIT_JIT_COMPILE=off; the message names them."""
     compare(
         modes,
         VARIABLE,
@@ -98,11 +79,7 @@ def compare_modes(modes: Sequence[str]) -> None:
 
 
 def has_exchange(graph: tf.Graph) -> bool:
-    """Return True if a graph, or a function that it calls, exchanges something between ranks.
-
-    Args:
-        graph: the graph of a function.
-    """
+    """Return True if a graph, or a function that it calls, exchanges something between ranks."""
     nodes = graph.as_graph_def()
     inner = (node for function in nodes.library.function for node in function.node_def)
     return any(is_collective(node.op) for node in (*nodes.node, *inner))

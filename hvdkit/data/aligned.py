@@ -1,4 +1,4 @@
-"""Allocate batches in memory that TensorFlow can use without copying.
+"""The arrays of batches, in memory that TensorFlow can use without copying.
 
 TensorFlow copies NumPy arrays, and copies again if the first copy is not aligned to 64 bytes.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,13 @@ Nest: TypeAlias = Any
 ALIGNMENT = 64
 # Kinds and sizes of numbers that both DLPack and TensorFlow support.
 _SHARED = {"f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"}
+
+
+class Ragged(NamedTuple):
+    """A column of lists: the values of row i are ``values[splits[i]:splits[i + 1]]``."""
+
+    values: np.ndarray
+    splits: np.ndarray
 
 
 def aligned_empty(shape: Sequence[int], dtype: npt.DTypeLike) -> np.ndarray:
@@ -51,11 +58,3 @@ def tensor_of(rows: Rows) -> Rows | tf.Tensor:
 
 def _address(array: np.ndarray) -> int:
     return int(array.__array_interface__["data"][0])
-
-
-def taken_of(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return ``values[rows]``; numbers in memory that TensorFlow can use."""
-    if values.dtype.hasobject:
-        taken: np.ndarray = values[rows]
-        return taken
-    return np.take(values, rows, out=aligned_empty(rows.shape, values.dtype))

@@ -1,10 +1,10 @@
-"""Checks of the arguments of :class:`hvdkit.data.GlobalBatches`."""
+"""From the arguments of :class:`hvdkit.data.GlobalBatches` to a plan: checks and defaults."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, get_args
+from collections.abc import Callable
+from typing import get_args
 
 from hvdkit import cluster
 from hvdkit.cluster.logs import get_logger
@@ -23,9 +23,50 @@ BLOCK_BUFFER = 2**18
 """Default number of examples in the windows of all lanes: see :mod:`hvdkit.data.block_order`."""
 LANES = 16
 """Default number of lanes; ranks whose number divides it read no block twice."""
+_MUCH_READING = 1.5
 
 
-def world(rank: int | None, size: int | None) -> tuple[int, int]:
+def plan_of(
+    data: object,
+    global_batch_size: int,
+    *,
+    shuffle_seed: int | None,
+    shuffle: Mode,
+    epochs: int | None,
+    remainder: Remainder,
+    map_fn: Callable[..., object] | None,
+    shuffle_buffer: int | None,
+    interleave: int | None,
+    growth: Growth | None,
+    rank: int | None,
+    size: int | None,
+) -> BatchPlan:
+    """Return the plan of the arguments of ``GlobalBatches``, after checking them."""
+    rank, size = _rank_and_size(rank, size)
+    source = _source(data, map_fn)
+    batch_size = integer("global_batch_size", global_batch_size, minimum=1)
+    if batch_size < size:
+        expected = f"at least {size}, the number of ranks"
+        remedy = "raise it, or start fewer ranks: each needs an example in every batch"
+        raise ValueError(describe("global_batch_size", batch_size, expected, remedy))
+    epochs = None if epochs is None else integer("epochs", epochs, minimum=1)
+    if remainder not in get_args(Remainder):
+        raise ValueError(describe("remainder", remainder, "'pad' or 'drop'", "choose one of the two"))
+    shuffling = _shuffle(source, batch_size, shuffle_seed, shuffle, shuffle_buffer, interleave)
+    if rank == 0 and isinstance(source, FileSource | Mixture):
+        _warn_about_reading(source, shuffling, batch_size, size)
+    files = None
+    if growth is not None:
+        if growth not in get_args(Growth):
+            raise ValueError(describe("growth", growth, "'append', 'replace' or None", "choose one of them"))
+        if not isinstance(source, FileSource):
+            remedy = "leave it out: only files are found again"
+            raise TypeError(describe("growth", growth, "files, e.g. hk.data.parquet(paths)", remedy))
+        files = GrowingFiles(growth, source, source)
+    return BatchPlan(source, RankRows(rank, size, batch_size), shuffling, remainder, epochs, files)
+
+
+def _rank_and_size(rank: int | None, size: int | None) -> tuple[int, int]:
     """Return rank and size: those passed by the user, or the cluster's if both are None."""
     if rank is None and size is None:
         data_group = cluster.group(cluster.DATA)  # ranks that differ along another axis read the same rows
@@ -39,20 +80,7 @@ def world(rank: int | None, size: int | None) -> tuple[int, int]:
     return rank, size
 
 
-def check_state(state: Mapping[str, object], identity: Mapping[str, object]) -> None:
-    """Raise ValueError unless ``state`` is of the data and settings of ``identity``, so that its position is valid."""
-    missing = {"epoch", "step", *identity} - set(state)
-    if missing:
-        raise ValueError(
-            describe("state", f"no {sorted(missing)}", "what GlobalBatches.state returned", "pass it unchanged")
-        )
-    may_be_unknown = {"examples", "steps_per_epoch"}  # for a stream
-    for key, expected in identity.items():
-        if state[key] != expected and not (key in may_be_unknown and None in (state[key], expected)):
-            raise ValueError(describe(f"state[{key!r}]", state[key], f"{expected!r}, as now", _REMEDIES[key]))
-
-
-def source(data: object, map_fn: Callable[..., object] | None) -> Source:
+def _source(data: object, map_fn: Callable[..., object] | None) -> Source:
     """Return ``data`` as a source of examples."""
     tensorflow = sys.modules.get("tensorflow")  # already imported if data is a Dataset
     if tensorflow is not None and isinstance(data, tensorflow.data.Dataset):
@@ -63,60 +91,10 @@ def source(data: object, map_fn: Callable[..., object] | None) -> Source:
     return data if isinstance(data, FileSource | Mixture) else ArraySource(data)
 
 
-def growing_files(growth: Growth | None, source: Source) -> GrowingFiles | None:
-    """Return the files of the first epoch, for data that grow."""
-    if growth is None:
-        return None
-    if growth not in get_args(Growth):
-        raise ValueError(describe("growth", growth, "'append', 'replace' or None", "choose one of them"))
-    if not isinstance(source, FileSource):
-        remedy = "leave it out: only files are found again"
-        raise TypeError(describe("growth", growth, "files, e.g. hk.data.parquet(paths)", remedy))
-    return GrowingFiles(growth, source, source)
-
-
-class OrderArguments(NamedTuple):
-    """The arguments of ``GlobalBatches`` about the order of examples."""
-
-    seed: int | None
-    mode: Mode
-    buffer: int | None
-    interleave: int | None
-
-
-def rank_rows(rank: int, size: int, global_batch_size: int) -> RankRows:
-    """Return the rows of a rank, after checking the size of a global batch."""
-    batch_size = integer("global_batch_size", global_batch_size, minimum=1)
-    if batch_size < size:
-        expected = f"at least {size}, the number of ranks"
-        remedy = "raise it, or start fewer ranks: each needs an example in every batch"
-        raise ValueError(describe("global_batch_size", batch_size, expected, remedy))
-    return RankRows(rank, size, batch_size)
-
-
-def plan_of(
-    source: Source,
-    rows: RankRows,
-    given: OrderArguments,
-    *,
-    epochs: int | None,
-    remainder: Remainder,
-    growth: Growth | None,
-) -> BatchPlan:
-    """Return the plan of the other arguments of ``GlobalBatches``, after checking them."""
-    epochs = None if epochs is None else integer("epochs", epochs, minimum=1)
-    if remainder not in get_args(Remainder):
-        raise ValueError(describe("remainder", remainder, "'pad' or 'drop'", "choose one of the two"))
-    shuffle = shuffle_of(source, rows.batch_size, given)
-    if rows.rank == 0 and isinstance(source, FileSource | Mixture):
-        warn_about_reading(source, shuffle, rows.batch_size, rows.size)
-    files = growing_files(growth, source)
-    return BatchPlan.of(source, rows, shuffle=shuffle, remainder=remainder, epochs=epochs, files=files)
-
-
-def shuffle_of(source: Source, batch_size: int, given: OrderArguments) -> Shuffle:
+def _shuffle(
+    source: Source, batch_size: int, seed: int | None, mode: Mode, buffer: int | None, interleave: int | None
+) -> Shuffle:
     """Return the checked arguments about the order of examples, with the defaults of the source."""
-    seed, mode, buffer, interleave = given
     seed = None if seed is None else integer("shuffle_seed", seed, minimum=0)
     buffer = None if buffer is None else integer("shuffle_buffer", buffer, minimum=1)
     if mode not in get_args(Mode):
@@ -142,7 +120,7 @@ def shuffle_of(source: Source, batch_size: int, given: OrderArguments) -> Shuffl
     return Shuffle(seed, "blocks", buffer or BLOCK_BUFFER, lanes)
 
 
-def warn_about_reading(source: FileSource | Mixture, shuffle: Shuffle, batch_size: int, size: int) -> None:
+def _warn_about_reading(source: FileSource | Mixture, shuffle: Shuffle, batch_size: int, size: int) -> None:
     """Warn the user if ranks read much more of large files than their part."""
     times = source.read_times(shuffle, batch_size, size)
     if times < _MUCH_READING or source.is_small:
@@ -191,25 +169,3 @@ def warn_about_filler(examples: int | None, batch_size: int) -> None:
             short,
             batch_size,
         )
-
-
-_MUCH_READING = 1.5
-_REMEDIES = {
-    "seed": "pass the same shuffle_seed as before",
-    "examples": "pass the data set of the saved run, or start over",
-    "batch_size": "pass the same global_batch_size as before, whatever the number of ranks",
-    "remainder": "pass the same remainder as before",
-    "steps_per_epoch": "pass the data set of the saved run, or start over",
-    "shuffle": "pass the same shuffle as before",
-    "shuffle_buffer": "pass the same shuffle_buffer as before",
-    "interleave": "pass the same interleave as before, whatever the number of ranks",
-    "weights": "pass the same weights as before",
-    "sources": "pass the sources of the saved run, or start over",
-    "files": "pass the files of the saved run, or start over",
-    "growth": "pass the same growth as before",
-    "file_names": "pass the files of the saved run, or start over",
-    "earlier_files": "pass the files of the saved run, or start over",
-    "first_epoch": "pass what GlobalBatches.state returned, unchanged",
-    "first_step": "pass what GlobalBatches.state returned, unchanged",
-    "order_check": "use the NumPy of the saved run: this version shuffles differently",
-}

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import optree
 import xxhash
 
@@ -124,14 +123,6 @@ class ArraySource:
         return {"examples": self.examples, "arrays": dict(zip(names, kinds, strict=True)), "rows": digest}
 
 
-class _Rows(Protocol):
-    """What a column is read from: an array, or an object of another library, such as h5py."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, key: np.ndarray, /) -> npt.ArrayLike: ...
-
-
 class _Column:
     """One array of an :class:`ArraySource`; validated on construction."""
 
@@ -147,10 +138,25 @@ class _Column:
         self._array = array
         self._is_numpy = isinstance(array, np.ndarray)
         self._is_h5py = type(array).__module__.startswith("h5py")
-        self.length = _length(name, array)
+        try:
+            self.length = len(array)
+        except TypeError:
+            got = f"{type(array).__name__} without a length"
+            remedy = "convert it with np.asarray; a single value needs np.asarray([value])"
+            raise TypeError(describe(name, got, "an array [examples, ...]", remedy)) from None
         if self.length == 0:
             raise ValueError(describe(name, "an empty data set", "at least one example", "check how it was read"))
-        first = _first_row(name, array)
+        try:  # in the same way as batches, so that an unsupported source fails early and is named
+            first = np.asarray(array[np.array([0])])
+            if first.ndim == 0 or len(first) != 1:
+                raise TypeError(f"one index gave the shape {first.shape}")
+        except Exception as error:
+            got = f"{type(array).__name__}, which failed to read row 0 ({error})"
+            expected = "an array, or an object whose [] takes an integer array and returns those rows"
+            remedy = (
+                "pass dict(arrays)" if isinstance(array, Mapping) else "convert it with np.asarray"
+            )  # np.load of .npz
+            raise TypeError(describe(name, got, expected, remedy)) from error
         self._native = first.dtype.newbyteorder("=")
         if first.dtype.hasobject:
             remedy = "convert it, e.g. np.asarray(x, dtype='float32'), or pad rows of unequal length"
@@ -187,35 +193,10 @@ def _require_no_mask(name: str, array: np.ndarray) -> None:
         raise TypeError(describe(name, "a masked array with masked values", "an array without", remedy))
 
 
-def _length(name: str, array: _Rows) -> int:
-    try:
-        return len(array)
-    except TypeError:
-        got = f"{type(array).__name__} without a length"
-        remedy = "convert it with np.asarray; a single value needs np.asarray([value])"
-        raise TypeError(describe(name, got, "an array [examples, ...]", remedy)) from None
-
-
-def _first_row(name: str, array: _Rows) -> np.ndarray:
-    """Read one row in the same way as batches, so that an unsupported source fails early and is named."""
-    try:
-        row = np.asarray(array[np.array([0])])
-        if row.ndim == 0 or len(row) != 1:
-            raise TypeError(f"one index gave the shape {row.shape}")
-    except Exception as error:
-        got = f"{type(array).__name__}, which failed to read row 0 ({error})"
-        expected = "an array, or an object whose [] takes an integer array and returns those rows"
-        remedy = "pass dict(arrays)" if isinstance(array, Mapping) else "convert it with np.asarray"  # np.load of .npz
-        raise TypeError(describe(name, got, expected, remedy)) from error
-    return row
-
-
 def digest_of_rows(columns: Iterable[Callable[[np.ndarray], np.ndarray]], examples: int) -> tuple[list[str], int]:
     """Return dtype and shape of each column, and a digest of up to 8 evenly spaced rows of all columns.
 
-    Args:
-        columns: functions that read the rows with these indices, int64 ``[n]``, as an array ``[n, ...]``.
-        examples: number of rows of each column.
+    A column is a function that reads the rows with some indices, int64 ``[n]``, as an array ``[n, ...]``.
 
     Example:
         >>> digest_of_rows([np.ones((100, 3), np.float32).__getitem__], 100)[0]

@@ -31,66 +31,30 @@ class BatchPlan:
 
     Attributes:
         source: The data.
+        rank_rows: The rows of each global batch that are read for this rank.
         shuffle: How the examples of an epoch are ordered.
         remainder: How an epoch's short last batch is handled.
-        rank_rows: The rows of each global batch that are read for this rank.
         epochs: The number of epochs that the user asked for; None for no limit.
-        steps_per_epoch: None for a stream whose length is not known yet.
-        source_identity: What determines the order in addition to the seed and sizes.
-        order_check: A checksum of NumPy's way to shuffle.
         files: The files of ``source``, for data that grow.
-        available_epochs: The number of epochs that can be read before files are added; None for no limit.
-        first_epoch: The first epoch that reads ``source``.
-        first_step: The number of batches before it, since the start of training.
-        local_rows: This rank's rows of a full batch, as (first, one past the last).
+        stream_steps: The number of batches in an epoch of a stream that does not know it, once it has been read.
+        ignores_limits: Whether epochs are endless, whatever ``epochs`` and ``files`` say.
+
+    Raises:
+        ValueError: The data have less than one batch.
     """
 
     source: Source
+    rank_rows: order.RankRows
     shuffle: order.Shuffle
     remainder: order.Remainder
-    rank_rows: order.RankRows
-    epochs: int | None
-    steps_per_epoch: int | None
-    source_identity: Mapping[str, object]
-    order_check: int | None
-    files: GrowingFiles | None
-    available_epochs: int | None
-    first_epoch: int
-    first_step: int
-    local_rows: tuple[int, int]
+    epochs: int | None = None
+    files: GrowingFiles | None = None
+    stream_steps: int | None = None
+    ignores_limits: bool = False
 
-    @classmethod
-    def of(
-        cls,
-        source: Source,
-        rank_rows: order.RankRows,
-        *,
-        shuffle: order.Shuffle,
-        remainder: order.Remainder,
-        epochs: int | None = None,
-        files: GrowingFiles | None = None,
-    ) -> BatchPlan:
-        """Return the plan of checked arguments.
-
-        Raises:
-            ValueError: The data have less than one batch.
-        """
-        plan = cls(
-            source=source,
-            shuffle=shuffle,
-            remainder=remainder,
-            rank_rows=rank_rows,
-            epochs=epochs,
-            steps_per_epoch=_known_steps(source, rank_rows.batch_size, remainder),
-            source_identity=source.identity(shuffle),
-            order_check=order.order_check(shuffle.seed),
-            files=None,
-            available_epochs=epochs,
-            first_epoch=0,
-            first_step=0,
-            local_rows=rank_rows.rows(rank_rows.batch_size),
-        )
-        return plan if files is None else plan.with_files(files)
+    def __post_init__(self) -> None:
+        if self.steps_per_epoch == 0:
+            raise no_batch(f"{self.source.examples} examples", self.batch_size)
 
     def __str__(self) -> str:
         """Return the sizes, for messages."""
@@ -103,6 +67,18 @@ class BatchPlan:
     def batch_size(self) -> int:
         """B, over all ranks."""
         return self.rank_rows.batch_size
+
+    @cached_property
+    def steps_per_epoch(self) -> int | None:
+        """The number of batches in an epoch; None for a stream whose length is not known yet."""
+        if self.source.examples is None:
+            return self.stream_steps
+        return order.steps_per_epoch(self.source.examples, self.batch_size, self.remainder)
+
+    @property
+    def local_rows(self) -> tuple[int, int]:
+        """This rank's rows of a full batch, as (first, one past the last)."""
+        return self.rank_rows.rows(self.batch_size)
 
     @property
     def mean_batch_size(self) -> float:
@@ -122,18 +98,13 @@ class BatchPlan:
     # ---- the rows ----------------------------------------------------------------------------------------------
 
     def rows_from(self, epoch: int, step: int, max_batches: int = 1) -> Iterator[tuple[np.ndarray, list[int]]]:
-        """Yield the examples in this rank's rows, and the number of real examples, of an epoch's batches from ``step``.
+        """Yield the examples in this rank's rows of an epoch's batches from ``step`` on, and the number of real ones.
 
         For sources with random access. The order of the epoch is computed once.
 
-        Args:
-            epoch: The epoch, from 0.
-            step: The first step.
-            max_batches: If larger than 1, each item has up to that many batches with equal numbers of rows.
-
         Yields:
-            int64 ``[rows]``, or ``[batches, rows]`` if ``max_batches`` is larger than 1, and the number of real
-            examples of each batch.
+            int64 ``[rows]``, or ``[batches, rows]`` of up to ``max_batches`` batches with equal numbers of rows if this
+            is larger than 1; and the number of real examples of each batch.
         """
         assert not isinstance(self.source, StreamSource)
         assert self.steps_per_epoch is not None
@@ -143,7 +114,7 @@ class BatchPlan:
         full_steps = examples // batch_size
         while step < self.steps_per_epoch:
             count = min(batch_size, examples - step * batch_size)
-            first, last = self.local_rows if count == batch_size else self.rank_rows.rows(count)
+            first, last = self.rank_rows.rows(count)
             start = step * batch_size
             positions = np.arange(start + first, start + last)
             if start + last > examples:  # filler, from the start of the epoch's order
@@ -157,6 +128,22 @@ class BatchPlan:
 
     # ---- positions ---------------------------------------------------------------------------------------------
 
+    @property
+    def first_epoch(self) -> int:
+        """The first epoch that reads ``source``."""
+        return 0 if self.files is None else self.files.first_epoch
+
+    @property
+    def first_step(self) -> int:
+        """The number of batches before the first epoch, since the start of training."""
+        return 0 if self.files is None else self.files.first_step
+
+    @property
+    def available_epochs(self) -> int | None:
+        """The number of epochs that can be read before files are added; None for no limit."""
+        limits = [] if self.ignores_limits else [self.epochs, None if self.files is None else self.files.end]
+        return min((limit for limit in limits if limit is not None), default=None)
+
     def global_step(self, epoch: int, step: int) -> int:
         """Return the number of batches before a position, since the start of training."""
         return self.first_step + (epoch - self.first_epoch) * (self.steps_per_epoch or 0) + step
@@ -167,10 +154,6 @@ class BatchPlan:
         Args:
             global_step: Steps over all epochs.
             read: The number of batches that have been read of a stream of unknown length.
-
-        Raises:
-            ValueError: ``global_step`` is negative, before the last files were added, or beyond what has been read of a
-                stream of unknown length.
         """
         integer("global_step", global_step, minimum=self.first_step)
         steps = self.steps_per_epoch
@@ -191,12 +174,7 @@ class BatchPlan:
     def checked_position(
         self, epoch: object, step: object, epoch_name: str = "epoch", step_name: str = "step"
     ) -> tuple[int, int]:
-        """Return an epoch and a step of it, after checking that they exist; the names are for the errors.
-
-        Raises:
-            TypeError: One of them is not an integer.
-            ValueError: The epoch does not read the present files, or has fewer steps.
-        """
+        """Return an epoch and a step of it, after checking that they exist; the names are for the errors."""
         epoch = integer(epoch_name, epoch, minimum=0)
         step = integer(step_name, step, minimum=0)
         if epoch < self.first_epoch:
@@ -214,6 +192,11 @@ class BatchPlan:
     # ---- what determines the order -----------------------------------------------------------------------------
 
     @cached_property
+    def source_identity(self) -> Mapping[str, object]:
+        """What determines the order in addition to the seed and sizes."""
+        return self.source.identity(self.shuffle)
+
+    @cached_property
     def identity(self) -> dict[str, object]:
         """The settings that, with the data, determine the global order. JSON-compatible; part of the state."""
         return {
@@ -223,49 +206,32 @@ class BatchPlan:
             "remainder": self.remainder,
             "steps_per_epoch": self.steps_per_epoch,
             "shuffle_buffer": self.shuffle.buffer,
-            "order_check": self.order_check,
+            "order_check": order.order_check(self.shuffle.seed),
             **self.source_identity,
             **({} if self.files is None else self.files.state),
         }
 
     def fingerprint(self) -> dict[str, object]:
         """Return a JSON-compatible fingerprint, equal on ranks with equal data and order."""
-        settings = {"seed": self.shuffle.seed, "batch_size": self.batch_size, "remainder": self.remainder}
-        order_settings = {
+        return {
+            **self.source.fingerprint(),
+            "seed": self.shuffle.seed,
+            "batch_size": self.batch_size,
+            "remainder": self.remainder,
             "shuffle": self.shuffle.mode,
             "shuffle_buffer": self.shuffle.buffer,
             "interleave": self.shuffle.lanes,
         }
-        return {**self.source.fingerprint(), **settings, **order_settings}
 
     # ---- other plans -------------------------------------------------------------------------------------------
 
     def with_files(self, files: GrowingFiles) -> BatchPlan:
-        """Return the plan of the epochs that read other files.
-
-        Raises:
-            ValueError: The files have less than one batch.
-        """
-        limits = [limit for limit in (self.epochs, files.end) if limit is not None]
-        plan = self
-        if files.source is not self.source:
-            plan = replace(
-                self,
-                source=files.source,
-                steps_per_epoch=_known_steps(files.source, self.batch_size, self.remainder),
-                source_identity=files.source.identity(self.shuffle),
-            )
-        return replace(
-            plan,
-            files=files,
-            available_epochs=min(limits, default=None),
-            first_epoch=files.first_epoch,
-            first_step=files.first_step,
-        )
+        """Return the plan of the epochs that read other files. Raises ValueError if they have less than one batch."""
+        return replace(self, files=files, source=files.source)
 
     def with_length(self, steps: int) -> BatchPlan:
         """Return the plan of a stream of which ``steps`` batches per epoch have been read; this plan if it knows."""
-        return self if self.steps_per_epoch is not None else replace(self, steps_per_epoch=steps)
+        return self if self.steps_per_epoch is not None else replace(self, stream_steps=steps)
 
     def without_filler(self) -> BatchPlan:
         """Return the plan that divides only the real examples of a short batch."""
@@ -273,16 +239,7 @@ class BatchPlan:
 
     def without_limit(self) -> BatchPlan:
         """Return the plan of endless epochs."""
-        return replace(self, epochs=None, available_epochs=None)
-
-
-def _known_steps(source: Source, batch_size: int, remainder: order.Remainder) -> int | None:
-    if source.examples is None:
-        return None
-    steps = order.steps_per_epoch(source.examples, batch_size, remainder)
-    if steps == 0:
-        raise no_batch(f"{source.examples} examples", batch_size)
-    return steps
+        return replace(self, ignores_limits=True)
 
 
 def no_batch(got: str, batch_size: int) -> ValueError:

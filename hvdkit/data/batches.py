@@ -114,15 +114,22 @@ class GlobalBatches(Iterator[Nest]):
         rank: int | None = None,
         size: int | None = None,
     ):
-        rank, size = arguments.world(rank, size)
-        source = arguments.source(arrays_or_source, map_fn)
-        given = arguments.OrderArguments(shuffle_seed, shuffle, shuffle_buffer, interleave)
-        rows = arguments.rank_rows(rank, size, global_batch_size)
-        plan = arguments.plan_of(source, rows, given, epochs=epochs, remainder=remainder, growth=growth)
+        plan = arguments.plan_of(
+            arrays_or_source,
+            global_batch_size,
+            shuffle_seed=shuffle_seed,
+            shuffle=shuffle,
+            epochs=epochs,
+            remainder=remainder,
+            map_fn=map_fn,
+            shuffle_buffer=shuffle_buffer,
+            interleave=interleave,
+            growth=growth,
+            rank=rank,
+            size=size,
+        )
         if with_sample_weight:
             arguments.require_pairs(plan.source)
-        self._rows = plan.local_rows
-        self._size = size
         self._with_sample_weight = with_sample_weight
         self._as_tensors = as_tensors
         # A cache: the last global_count, and its sample_weight.
@@ -136,7 +143,7 @@ class GlobalBatches(Iterator[Nest]):
         return self
 
     def __next__(self) -> Nest:
-        while self._reader is not None or self._position.has_batches:
+        while self._reader is not None or self.plan.has_epoch(self._position.epoch):
             batch = self._read()
             if batch is not None:
                 return batch
@@ -156,7 +163,7 @@ class GlobalBatches(Iterator[Nest]):
             [[[0, 1], [2, 3]], [[0, 1], [2, 3]]]
         """
         has_yielded = False
-        while self._reader is not None or self._position.has_batches:
+        while self._reader is not None or self.plan.has_epoch(self._position.epoch):
             batch = self._read()
             if batch is not None:
                 has_yielded = True
@@ -191,13 +198,12 @@ class GlobalBatches(Iterator[Nest]):
     @property
     def mask(self) -> np.ndarray:
         """Bool ``[local rows]``: False for the filler in the batch just yielded."""
-        return order.real_rows(self.global_count, self._rows)
+        return order.real_rows(self.global_count, self.local_rows)
 
     @property
     def count(self) -> int:
         """The number of real examples of this rank in the batch just yielded; may be 0."""
-        first, last = self._rows
-        return min(max(self.global_count - first, 0), last - first)
+        return int(np.count_nonzero(self.mask))
 
     @property
     def sample_weight(self) -> np.ndarray | tf.Tensor:
@@ -208,7 +214,7 @@ class GlobalBatches(Iterator[Nest]):
         """
         if self._as_tensors and self._weights[0] == self.global_count:
             return self._weights[1]
-        weights = order.sample_weights(self.mask, self.global_count, self._size)
+        weights = order.sample_weights(self.mask, self.global_count, self.plan.rank_rows.size)
         self._weights = self.global_count, tensor_of(weights) if self._as_tensors else weights
         return self._weights[1]
 
@@ -235,7 +241,7 @@ class GlobalBatches(Iterator[Nest]):
     @property
     def local_rows(self) -> tuple[int, int]:
         """This rank's rows of each global batch, as (first, one past the last)."""
-        return self._rows
+        return self.plan.local_rows
 
     @property
     def state(self) -> DataState:
@@ -266,7 +272,7 @@ class GlobalBatches(Iterator[Nest]):
             >>> state["epoch"], state["step"], state["global_step"]
             (1, 1, 5)
         """
-        return self._position.plan.state_at(global_step, read=self._position.step)
+        return self._position.state_at(global_step)
 
     def restore(self, state: DataState) -> None:
         """Continue from a saved ``state``, at any number of ranks.

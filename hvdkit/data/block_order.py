@@ -24,6 +24,7 @@ The sequences of all epochs, one after the other, are the passes over the source
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -88,8 +89,7 @@ class BlockOrder:
         self._seed = seed
         # What the first window of each lane lacks: multiples of the golden ratio, which are spread evenly.
         self._missing = np.array([(lane * 0x9E3779B9 % 2**32) * window >> 32 for lane in range(len(lane_starts) - 1)])
-        # Of the latest passes: where each block ends in the sequence, and the differences from places to examples.
-        self._passes: OrderedDict[int, tuple[np.ndarray, np.ndarray]] = OrderedDict()
+        self._pass = lru_cache(_KEPT_PASSES)(partial(_blocks_in_pass, block_starts, seed))
         self._windows: OrderedDict[tuple[int, int], np.ndarray] = OrderedDict()
 
     def __call__(self, lanes: np.ndarray, places: np.ndarray) -> np.ndarray:
@@ -132,14 +132,12 @@ class BlockOrder:
             parts.append(places + shifts[np.searchsorted(block_ends, places, side="right")])
         return np.concatenate(parts)
 
-    def _pass(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        if number not in self._passes:
-            blocks = np.arange(len(self._block_starts) - 1)
-            if self._seed is not None:
-                blocks = shuffled_indices(len(blocks), (self._seed, 0, number))
-            sizes = np.diff(self._block_starts)[blocks]
-            block_ends = np.cumsum(sizes)
-            self._passes[number] = block_ends, self._block_starts[blocks] - (block_ends - sizes)
-            if len(self._passes) > _KEPT_PASSES:
-                self._passes.popitem(last=False)
-        return self._passes[number]
+
+def _blocks_in_pass(block_starts: np.ndarray, seed: int | None, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return where each block ends in the sequence of a pass, and the differences from places to examples."""
+    blocks = np.arange(len(block_starts) - 1)
+    if seed is not None:
+        blocks = shuffled_indices(len(blocks), (seed, 0, number))
+    sizes = np.diff(block_starts)[blocks]
+    block_ends = np.cumsum(sizes)
+    return block_ends, block_starts[blocks] - (block_ends - sizes)

@@ -13,7 +13,6 @@ from hvdkit.data.files.source import FileSource
 from hvdkit.errors import DataError, describe, integer
 
 Growth = Literal["append", "replace"]
-_FIRST = "first_epoch", "first_step"
 
 
 @dataclass(frozen=True)
@@ -55,19 +54,15 @@ class GrowingFiles:
         }
 
     def restored(self, state: Mapping[str, object]) -> GrowingFiles:
-        """Return the files of a saved state. Other files that are listed count as new.
-
-        Raises:
-            TypeError: The state's names are not strings, or its numbers are not integers.
-            ValueError: The state has no files, or some of them are missing now.
-        """
+        """Return the files of a saved state. Other files that are listed count as new."""
         if missing := set(self.state) - set(state):
             got = f"no {sorted(missing)}"
             remedy = "pass growth= to both runs, or to neither"
             raise ValueError(describe("state", got, "the state of files that grow", remedy))
         names = list(_names(state, "file_names"))
         earlier = tuple(_names(state, "earlier_files"))
-        first_epoch, first_step = (integer(f"state[{key!r}]", state[key], minimum=0) for key in _FIRST)
+        first_epoch = integer("state['first_epoch']", state["first_epoch"], minimum=0)
+        first_step = integer("state['first_step']", state["first_step"], minimum=0)
         source = self.source
         if names != source.names:
             if missing := set(names) - set(self.listed.names):
@@ -78,20 +73,12 @@ class GrowingFiles:
         return GrowingFiles(self.growth, self.listed, source, earlier, first_epoch, first_step)
 
     def grown(self, epoch: int, step: int, min_rows: int) -> GrowingFiles | None:
-        """Look for new files; all ranks must call this.
+        """Return the files of ``epoch`` if there are new ones, otherwise None. A collective.
 
         Args:
             epoch: The epoch that is the first to read them.
             step: The number of batches before it.
             min_rows: New files that replace others are left for a later call if they have fewer rows.
-
-        Returns:
-            The files of ``epoch``; None without new ones.
-
-        Raises:
-            DataError: A file of the present epoch, to be read again, has changed or disappeared; or a new one is
-                damaged.
-            CollectiveMismatchError: Ranks call this at different epochs, or see different files.
         """
         replaces = self.growth == "replace" and (epoch > self.first_epoch or self.begun.is_set())
         if cluster.is_initialized():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import optree
 
 from hvdkit.data import arguments, order
 from hvdkit.data.aligned import Nest
@@ -37,12 +38,7 @@ _NOT_STARTED = np.array([-1, -1, -1])  # position of a pass that has not started
 
 
 def weighted_batches(position: DataPosition) -> tf.data.Dataset:
-    """Return the batches from a position on as ``(x, y, sample_weight)``; see ``GlobalBatches.as_keras``.
-
-    Raises:
-        TypeError: The data is a list, or a tuple of more than three.
-        ValueError: Data without labels need weights: N does not divide B, or an epoch's last batch may be short.
-    """
+    """Return the batches from a position on as ``(x, y, sample_weight)``; see ``GlobalBatches.as_keras``."""
     plan = position.plan
     size = plan.rank_rows.size
     parts = arguments.keras_parts(plan.source.structure)
@@ -69,10 +65,8 @@ def shares_of_batches(position: DataPosition) -> tf.data.Dataset:
     """Return this rank's shares of the batches from a position on, for ``hk.fit``. The caller prefetches them.
 
     Its elements are ``(data, b, digest)``: rows ``[r*b//N, (r+1)*b//N)`` of the b real examples of a global batch, or
-    one of its rows if that range is empty; int32 b; and the int64 digest of a stream's batch, otherwise 0.
-
-    Args:
-        position: The position in a plan without filler.
+    one of its rows if that range is empty; int32 b; and the int64 digest of a stream's batch, otherwise 0. The plan of
+    the position must be without filler.
     """
     import tensorflow as tf
 
@@ -123,7 +117,7 @@ def _dataset(position: DataPosition, convert: Callable[[RankBatch], Nest], spec:
         position: Where the first pass starts, and the first after the position was moved. A pass has the batches of an
             epoch, from the position on; of a stream of unknown length, the rest of the epoch.
         convert: Returns the batches that TensorFlow gets.
-        spec: The ``tf.TypeSpec`` structure of a converted batch.
+        spec: Of a converted batch.
         at_once: Maximum number of batches to fetch at once, with a leading batch axis; 1 for streams and files.
     """
     import tensorflow as tf
@@ -284,39 +278,37 @@ def _empty_array(spec: tf.TensorSpec) -> np.ndarray:
 def weighted(data: Nest, weight: np.ndarray) -> Weighted:
     """Return ``(x, y, sample_weight)`` for data ``(x, y)`` or ``(x, y, sample_weight)`` and a weight for each row.
 
-    Keras multiplies losses ``[rows, ...]`` by weights of the same rank, so labels ``[rows, T]`` get ``[rows, 1]``.
-
-    Args:
-        data: arrays ``[..., rows, ...]``.
-        weight: float32 ``[..., rows]``.
+    Keras multiplies losses ``[rows, ...]`` by weights of the same rank, so labels ``[rows, T]`` get ``[rows, 1]``. The
+    data are arrays ``[..., rows, ...]``, the weights float32 ``[..., rows]``.
     """
-    import optree
-
     if len(data) == 3:
         x, y, weights = data
         return x, y, optree.tree_map(lambda w: np.asarray(w, _float(w.dtype)) * _like(weight, w), weights)
     x, y = data
-    leaves = optree.tree_leaves(y)
-    if len({_weight_axes(label, weight.ndim) for label in leaves}) == 1:
-        return x, y, _like(weight, leaves[0])
-    return x, y, optree.tree_map(lambda label: _like(weight, label), y)
+    return x, y, _for_labels(y, weight.ndim, lambda label: _like(weight, label))
 
 
 def weighted_spec(spec: Nest) -> Weighted:
     """Return the ``tf.TypeSpec`` structure of :func:`weighted`'s result, given that of the data."""
     import tensorflow as tf
 
-    def of(label: tf.TensorSpec) -> tf.TensorSpec:
-        return tf.TensorSpec([label.shape[0], *[1] * _weight_axes(label, 1)], tf.float32)
-
     if len(spec) == 3:
         x, y, weights = spec
-        return x, y, tf.nest.map_structure(lambda w: tf.TensorSpec(w.shape, _float(w.dtype.as_numpy_dtype)), weights)
+        return x, y, optree.tree_map(lambda w: tf.TensorSpec(w.shape, _float(w.dtype.as_numpy_dtype)), weights)
     x, y = spec
-    leaves = tf.nest.flatten(_lists_to_tuples(y))
-    if len({_weight_axes(label, 1) for label in leaves}) == 1:
-        return x, y, of(leaves[0])
-    return x, y, tf.nest.map_structure(of, y)
+    return (
+        x,
+        y,
+        _for_labels(y, 1, lambda label: tf.TensorSpec([label.shape[0], *[1] * _weight_axes(label, 1)], tf.float32)),
+    )
+
+
+def _for_labels(labels: Nest, axes: int, weight_of: Callable[[Nest], Nest]) -> Nest:
+    """Return one weight if it fits all labels, otherwise a nest with one for each label."""
+    leaves = optree.tree_leaves(labels)
+    if len({_weight_axes(label, axes) for label in leaves}) == 1:
+        return weight_of(leaves[0])
+    return optree.tree_map(weight_of, labels)
 
 
 def _float(dtype: npt.DTypeLike) -> np.dtype:

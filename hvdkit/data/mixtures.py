@@ -13,7 +13,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
@@ -152,24 +152,24 @@ class Mixture:
             each.reader(shuffle) if isinstance(each, FileSource) else EpochReader(each.read) for each in self.sources
         ]
 
+        def read(indices: np.ndarray) -> Nest:
+            source = np.searchsorted(self._first_examples, indices, side="right") - 1
+            parts = []
+            rows = []
+            for i in np.unique(source).tolist():
+                rows.append(np.flatnonzero(source == i))
+                numbers = indices[rows[-1]] - self._first_examples[i]
+                parts.append(readers[i].read(numbers))
+            if len(parts) == 1:
+                return parts[0]
+            places = np.argsort(np.concatenate(rows))
+            return optree.tree_map(lambda *leaves: _interleaved(leaves, places), *parts)
+
         def next_batch() -> None:
             for each in readers:
                 each.next_batch()
 
-        return EpochReader(partial(self._read, readers=readers), next_batch)
-
-    def _read(self, indices: np.ndarray, readers: Sequence[EpochReader]) -> Nest:
-        source = np.searchsorted(self._first_examples, indices, side="right") - 1
-        parts = []
-        rows = []
-        for i in np.unique(source).tolist():
-            rows.append(np.flatnonzero(source == i))
-            numbers = indices[rows[-1]] - self._first_examples[i]
-            parts.append(readers[i].read(numbers))
-        if len(parts) == 1:
-            return parts[0]
-        places = np.argsort(np.concatenate(rows))
-        return optree.tree_map(lambda *leaves: _interleaved(leaves, places), *parts)
+        return EpochReader(read, next_batch)
 
     def read_times(self, shuffle: Shuffle, batch_size: int, size: int) -> float:
         """Return how many times its part of the files a rank reads in an epoch, approximately."""

@@ -28,16 +28,6 @@ Order = Callable[[np.ndarray], np.ndarray]
 """Maps positions of an epoch, integers of any shape, to examples."""
 
 
-def local_rows(batch_size: int, rank: int, size: int) -> tuple[int, int]:
-    """Return this rank's rows of a global batch, as (first, one past the last).
-
-    Example:
-        >>> [local_rows(10, rank, 4) for rank in range(4)]
-        [(0, 2), (2, 5), (5, 7), (7, 10)]
-    """
-    return rank * batch_size // size, (rank + 1) * batch_size // size
-
-
 @dataclass(frozen=True)
 class Shuffle:
     """How the examples of an epoch are ordered.
@@ -80,10 +70,14 @@ class RankRows:
         """Return the rows to read of a batch of ``count`` real examples, as (first, one past the last).
 
         Example:
+            >>> [RankRows(rank, 4, 10).rows(3) for rank in range(4)]
+            [(0, 2), (2, 5), (5, 7), (7, 10)]
             >>> [RankRows(rank, 4, 10, with_filler=False).rows(3) for rank in range(4)]  # rank 0 has no row
             [(0, 1), (0, 1), (1, 2), (2, 3)]
         """
-        first, last = local_rows(self.batch_size if self.with_filler else count, self.rank, self.size)
+        partitioned = self.batch_size if self.with_filler else count
+        first = self.rank * partitioned // self.size
+        last = (self.rank + 1) * partitioned // self.size
         return first, max(last, first + 1)
 
     @property

@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from hvdkit.cluster.logs import get_logger
-from hvdkit.data import arguments
 from hvdkit.data.batch_plan import BatchPlan, DataState
 from hvdkit.errors import describe, integer
+
+_REMEDIES = {
+    "seed": "pass the same shuffle_seed as before",
+    "examples": "pass the data set of the saved run, or start over",
+    "batch_size": "pass the same global_batch_size as before, whatever the number of ranks",
+    "remainder": "pass the same remainder as before",
+    "steps_per_epoch": "pass the data set of the saved run, or start over",
+    "shuffle": "pass the same shuffle as before",
+    "shuffle_buffer": "pass the same shuffle_buffer as before",
+    "interleave": "pass the same interleave as before, whatever the number of ranks",
+    "weights": "pass the same weights as before",
+    "sources": "pass the sources of the saved run, or start over",
+    "files": "pass the files of the saved run, or start over",
+    "growth": "pass the same growth as before",
+    "file_names": "pass the files of the saved run, or start over",
+    "earlier_files": "pass the files of the saved run, or start over",
+    "first_epoch": "pass what GlobalBatches.state returned, unchanged",
+    "first_step": "pass what GlobalBatches.state returned, unchanged",
+    "order_check": "use the NumPy of the saved run: this version shuffles differently",
+}
 
 
 class DataPosition:
@@ -15,9 +36,6 @@ class DataPosition:
 
     An iterator advances its position. A dataset does not, because it reads ahead: its position is where training began,
     and ``state_at`` is the state of any later step.
-
-    Args:
-        plan: Which rows are read.
 
     Attributes:
         plan: The present plan; another one when files are added or restored, or the length of a stream is known.
@@ -38,11 +56,6 @@ class DataPosition:
         return self.plan.steps_per_epoch
 
     @property
-    def has_batches(self) -> bool:
-        """Whether this epoch can be read before files are added."""
-        return self.plan.has_epoch(self.epoch)
-
-    @property
     def state(self) -> DataState:
         """The state to save: a JSON-compatible dict."""
         return self.plan.state_of(self.epoch, self.step)
@@ -58,9 +71,7 @@ class DataPosition:
     def restore(self, state: DataState) -> None:
         """Continue from a saved state; that of a run on arrays has no effect.
 
-        Raises:
-            TypeError: The state is not a dict, or has values of other types.
-            ValueError: It is the state of other data or settings, or is not a state. The position does not change.
+        Raises TypeError or ValueError for the state of other data or settings; then the position does not change.
         """
         if not isinstance(state, dict):
             raise TypeError(describe("state", state, "what GlobalBatches.state returned", "pass it unchanged"))
@@ -69,7 +80,7 @@ class DataPosition:
         plan = self.plan
         if plan.files is not None:
             plan = plan.with_files(plan.files.restored(state))
-        arguments.check_state(state, plan.identity)
+        _check_state(state, plan.identity)
         if plan.steps_per_epoch is None and (steps := state["steps_per_epoch"]) is not None:  # a stream, read before
             plan = plan.with_length(integer("state['steps_per_epoch']", steps, minimum=1))
         epoch, step = plan.checked_position(state["epoch"], state["step"], "state['epoch']", "state['step']")
@@ -77,12 +88,7 @@ class DataPosition:
         self._set(epoch, step)
 
     def move_to(self, epoch: int, step: int) -> None:
-        """Continue at a step of an epoch.
-
-        Raises:
-            TypeError: One of them is not an integer.
-            ValueError: The epoch does not read the present files, or has fewer steps.
-        """
+        """Continue at a step of an epoch that reads the present files."""
         self._set(*self.plan.checked_position(epoch, step))
 
     def learn_length(self, steps: int | None) -> None:
@@ -97,12 +103,7 @@ class DataPosition:
         self.step = 0
 
     def add_new_files(self, epoch: int | None) -> list[str]:
-        """Read the files that were added from an epoch on, by default the next; return their names. A collective.
-
-        Raises:
-            TypeError: The data are not files that grow.
-            ValueError: The epoch has not ended, or ``epoch`` is before the next.
-        """
+        """Read the files that were added from an epoch on, by default the next; return their names. A collective."""
         before = self.plan.files
         if before is None:
             remedy = "pass GlobalBatches(growth='append') or 'replace'"
@@ -131,14 +132,24 @@ class DataPosition:
         self.moves += 1
 
 
+def _check_state(state: Mapping[str, object], identity: Mapping[str, object]) -> None:
+    """Raise ValueError unless ``state`` is of the data and settings of ``identity``, so that its position is valid."""
+    missing = {"epoch", "step", *identity} - set(state)
+    if missing:
+        raise ValueError(
+            describe("state", f"no {sorted(missing)}", "what GlobalBatches.state returned", "pass it unchanged")
+        )
+    may_be_unknown = {"examples", "steps_per_epoch"}  # for a stream
+    for key, expected in identity.items():
+        if state[key] != expected and not (key in may_be_unknown and None in (state[key], expected)):
+            raise ValueError(describe(f"state[{key!r}]", state[key], f"{expected!r}, as now", _REMEDIES[key]))
+
+
 class ArrayPosition:
     """The position of training in arrays, which a Supervisor saves and restores.
 
-    Args:
-        steps_per_epoch: batches in an epoch.
-
     Attributes:
-        steps_per_epoch: the same number.
+        steps_per_epoch: batches in an epoch.
         epoch, step: the first batch of the next pass over the arrays.
         seed: the seed of the epochs' orders; None for Keras's own order.
         repeated: steps of training that an earlier run on other data has repeated.
@@ -165,10 +176,6 @@ class ArrayPosition:
         """Continue from a saved state; the state of other data than arrays has no effect.
 
         With another batch size, training continues after as many batches as it had trained on.
-
-        Raises:
-            TypeError: the state contains something else than integers.
-            ValueError: a number is negative.
         """
         if "array_seed" not in state:
             return

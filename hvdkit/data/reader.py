@@ -10,9 +10,9 @@ import numpy as np
 from hvdkit.data.aligned import Nest
 from hvdkit.data.arrays import ArraySource
 from hvdkit.data.batch_plan import BatchPlan, no_batch
-from hvdkit.data.files.kept_open import close_idle
-from hvdkit.data.files.reading_ahead import in_order
+from hvdkit.data.files.reading_ahead import in_order, require_running
 from hvdkit.data.files.source import FileSource
+from hvdkit.data.files.storage import close_idle
 from hvdkit.data.mixtures import Mixture
 from hvdkit.data.stream import StreamSource
 from hvdkit.errors import describe
@@ -39,14 +39,7 @@ Reader = Generator[RankBatch, None, int]
 def read_epoch(plan: BatchPlan, epoch: int, step: int, max_batches: int = 1) -> Reader:
     """Return a generator of the batches of an epoch, from a step on, that returns the number of steps of the epoch.
 
-    Args:
-        plan: Which rows to read.
-        epoch: The epoch, from 0.
-        step: The first step.
-        max_batches: If larger than 1, each item has up to that many batches with equal numbers of rows. For arrays.
-
-    Raises:
-        ValueError: A stream has no batch, or another number of batches than in the epoch before.
+    If ``max_batches`` is larger than 1, each item of arrays has up to that many batches with equal numbers of rows.
     """
     source = plan.source
     if isinstance(source, StreamSource):
@@ -61,12 +54,7 @@ def read_on(
 ) -> Generator[RankBatch, None, int | None]:
     """Yield the batches of all epochs, from a step of an epoch on; return the number of steps of an epoch, if known.
 
-    Args:
-        plan: Which rows to read.
-        epoch: The epoch, from 0.
-        step: The first step.
-        max_batches: As for ``read_epoch``.
-        is_endless: False: read one epoch, or the next one if this one has ended.
+    If not ``is_endless``, read one epoch, or the next one if this one has ended.
     """
     while plan.has_epoch(epoch):
         steps = yield from read_epoch(plan, epoch, step, max_batches)
@@ -89,6 +77,7 @@ def _read_files(plan: BatchPlan, source: FileSource | Mixture, epoch: int, step:
     reader = source.reader(plan.shuffle)
 
     def read(rows: tuple[np.ndarray, list[int]]) -> RankBatch:
+        require_running()
         indices, counts = rows
         return RankBatch(reader.read(indices), counts)
 

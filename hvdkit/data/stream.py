@@ -33,7 +33,8 @@ class StreamSource:
         options.deterministic = True  # the user's parallel reads and maps keep their order
         self._dataset = dataset.with_options(options)
         self.map_fn = map_fn
-        self.structure = dataset.element_spec if map_fn is None else dataset.map(map_fn).element_spec
+        self._mapped = dataset if map_fn is None else dataset.map(map_fn)
+        self.structure = self._mapped.element_spec
         cardinality = int(dataset.cardinality())
         if cardinality == 0:
             raise ValueError(
@@ -72,8 +73,7 @@ class StreamSource:
 
     def batch_spec(self, rows: int | None) -> Nest:
         """Return the ``tf.TypeSpec`` structure of a batch of ``rows`` rows; None for any number."""
-        dataset = self._dataset if self.map_fn is None else self._dataset.map(self.map_fn)
-        return dataset.batch(rows or 1, drop_remainder=rows is not None).element_spec
+        return self._mapped.batch(rows or 1, drop_remainder=rows is not None).element_spec
 
     def identity(self, shuffle: order.Shuffle) -> dict[str, object]:
         """Return nothing more: seed and sizes determine the order."""

@@ -29,7 +29,6 @@ class ArrayShares(Shares):
 
     Args:
         inner: Keras's adapter of the arrays, which has validated them.
-        data_rank: this rank's index among the ranks with different rows.
         trains: whether ``fit`` reads the arrays; otherwise evaluation or prediction.
         steps: steps per Keras epoch; None for those of the data.
 
@@ -65,14 +64,12 @@ class ArrayShares(Shares):
 
     @property
     def may_be_empty(self) -> bool:
-        """Return False if no share can be empty."""
         short = self.inner.partial_batch_size
         smallest: int = min(self.inner._num_samples, self.inner.batch_size, short or self.inner.batch_size)
         return smallest < self.data_rank.size
 
     @property
     def mean_batch_size(self) -> float:
-        """Rows per global batch, over an epoch."""
         return float(self.inner._num_samples / self.inner.num_batches)
 
     def first_inputs(self, number: int) -> Tensors:
@@ -92,8 +89,8 @@ class ArrayShares(Shares):
         return (not has_full_batch or inner.batch_size % size == 0) and (inner.partial_batch_size or 0) % size == 0
 
     def _share_dataset(self) -> tf.data.Dataset:
-        inputs = array_slicing.convert_to_sliceable(self.inner._inputs, target_backend="tensorflow")
-        inputs = tree.lists_to_tuples(inputs)
+        arrays = array_slicing.convert_to_sliceable(self.inner._inputs, target_backend="tensorflow")
+        inputs = tree.lists_to_tuples(arrays)
         is_even = self._is_even()
 
         @tf.autograph.experimental.do_not_convert
@@ -140,13 +137,12 @@ class ArrayShares(Shares):
         def by_seed() -> tf.Tensor:
             return tf.numpy_function(position.permutation, [rows], tf.int64)
 
-        def by_keras() -> tf.Tensor:
-            return tf.random.shuffle(rows)  # as Keras does, in a function of the dataset: its operation seed is 0
-
-        if context.global_seed() is None:  # with deterministic operations, by_keras would raise
+        if context.global_seed() is None:  # with deterministic operations, Keras's order would raise
             return tf.ensure_shape(by_seed(), rows.shape)
         has_seed = tf.numpy_function(lambda: np.bool_(position.seed is not None), [], tf.bool)
-        return tf.ensure_shape(tf.cond(has_seed, by_seed, by_keras), rows.shape)
+        # Shuffled as in Keras, in a function of the dataset: the operation seed is 0.
+        order = tf.cond(has_seed, by_seed, lambda: tf.random.shuffle(rows))
+        return tf.ensure_shape(order, rows.shape)
 
     def _batches(self, order: tf.Tensor) -> tf.data.Dataset:
         """Return the global batches of the row numbers ``order``, int64 ``[examples]``."""

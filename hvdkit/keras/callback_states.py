@@ -40,11 +40,6 @@ class RestorableState(Protocol):
     def restore(self, state: dict[str, Any]) -> None: ...
 
 
-def has_state(callback: object) -> bool:
-    """Return True for callbacks of Keras with a state, and others that define ``get_state`` and ``set_state``."""
-    return isinstance(callback, _DECIDING) or _defines_state(callback)
-
-
 def _defines_state(callback: object) -> bool:
     return callable(getattr(callback, "get_state", None)) and callable(getattr(callback, "set_state", None))
 
@@ -60,7 +55,7 @@ class CallbackStates:
 
     def __init__(self, own: Iterable[RestorableState], others: Iterable[keras.callbacks.Callback]):
         self._own = _by_name(own)
-        self._others = _by_name(each for each in others if has_state(each))
+        self._others = _by_name(each for each in others if isinstance(each, _DECIDING) or _defines_state(each))
         self._restored: Mapping[str, Any] = {}
         self._best_weights = {
             name: _BestWeights(each)
@@ -113,10 +108,11 @@ class CallbackStates:
     @property
     def stopped_by(self) -> str:
         """The class of the restored ``EarlyStopping`` that has ended the run, or ""."""
-        others = self._others.items()
-        stopping = {name: each for name, each in others if isinstance(each, keras.callbacks.EarlyStopping)}
-        names = (type(each).__name__ for name, each in stopping.items() if _has_stopped(each, self._restored.get(name)))
-        return next(names, "")
+        for name, callback in self._others.items():
+            is_stopping = isinstance(callback, keras.callbacks.EarlyStopping)
+            if is_stopping and _has_stopped(callback, self._restored.get(name)):
+                return type(callback).__name__
+        return ""
 
 
 def _by_name(callbacks: Iterable[T]) -> dict[str, T]:
@@ -148,19 +144,15 @@ def _read(name: str, callback: keras.callbacks.Callback) -> object:
 
 
 def _is_state(saved: object) -> bool:
-    if not isinstance(saved, Mapping) or not _is_number_or_none(saved.get("best")):
+    if not isinstance(saved, Mapping) or any(type(saved.get(name, 0)) is not int for name in _COUNTERS):
         return False
-    return all(type(saved.get(name, 0)) is int for name in _COUNTERS)
-
-
-def _is_number_or_none(value: object) -> bool:
-    """Return True also for a number as text: JSON has no infinity."""
-    if isinstance(value, str):
+    best = saved.get("best")
+    if isinstance(best, str):  # a number as text: JSON has no infinity
         try:
-            float(value)
+            float(best)
         except ValueError:
             return False
-    return isinstance(value, float | int | str | None)
+    return isinstance(best, float | int | str | None)
 
 
 def _has_stopped(callback: keras.callbacks.EarlyStopping, saved: object) -> bool:
@@ -213,9 +205,7 @@ def _like(weight: AnyVariable) -> tf.Variable:
 def continue_logs(callbacks: Iterable[keras.callbacks.Callback], epoch: int) -> None:
     """Have each ``CSVLogger`` of the chief append to its file, without the rows of epochs that are trained again.
 
-    Args:
-        callbacks: of a ``fit`` that continues a run, before they begin training.
-        epoch: number of the first epoch that will end, from 0.
+    Call it before training begins. ``epoch`` is the number of the first epoch that will end, from 0.
     """
     loggers = [each for each in callbacks if isinstance(each, keras.callbacks.CSVLogger)]
     for logger in loggers if cluster.is_chief() else []:

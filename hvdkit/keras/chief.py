@@ -116,9 +116,6 @@ class StopRequest:
     """Whether a callback of the chief has set ``stop_training`` since the ranks last exchanged it.
 
     Until then, the model's ``stop_training`` stays as on other ranks, which would otherwise wait for the chief.
-
-    Attributes:
-        is_made: whether a callback has set it.
     """
 
     def __init__(self) -> None:

@@ -31,11 +31,7 @@ class VariableBroadcaster:
         self._known: dict[int, AnyVariable] = {}
 
     def broadcast_all(self, *, restored: Iterable[AnyVariable] = ()) -> None:
-        """Broadcast the chief's values of all existing variables, and seed each rank differently.
-
-        Args:
-            restored: variables of which each rank has restored its own value, and keeps it.
-        """
+        """Broadcast the chief's values of all existing variables, except ``restored``; seed each rank differently."""
         own = {id(tf_variable(v)) for v in restored}
         variables = self._all()
         self._known = {id(v): v for v in variables}

@@ -52,14 +52,7 @@ def _has_gpus() -> bool:
 
 
 def makers_of(model: keras.Model) -> dict[str, Callable[..., object]]:
-    """Return replacements of the methods that make a model's functions, if its steps are to be compiled by XLA.
-
-    Args:
-        model: a Keras model.
-
-    Returns:
-        The replacements by name; none for a model that is not compiled by XLA.
-    """
+    """Return replacements, by name, of the methods that make a model's functions; none if XLA compiles no step."""
     how = jit_mode(model)
     if how == "off":
         if getattr(model, "jit_compile", False) and not mode() and cluster.size() > 1 and cluster.is_chief():
@@ -71,18 +64,20 @@ def makers_of(model: keras.Model) -> dict[str, Callable[..., object]]:
             if cluster.is_chief():
                 get_logger().info("jit_compile: %s is the model's own: its function runs without XLA", maker)
         elif how == "on":
-            makers[maker] = _maker(model, name, lambda name: _compiled_function(model, name))
+            makers[maker] = _maker(model, name, _compiled_function)
         elif name == "train":
-            makers[maker] = _maker(model, name, lambda name: _measured_function(model))
+            makers[maker] = _maker(model, name, _measured_function)
     return makers
 
 
-def _maker(model: keras.Model, name: str, create: Callable[[str], object]) -> Callable[..., object]:
+def _maker(
+    model: keras.Model, name: str, create: Callable[[keras.Model, str], Callable[..., object]]
+) -> Callable[..., object]:
     attribute = f"{name}_function"
 
     def make(force: bool = False) -> object:
         if force or getattr(model, attribute) is None:
-            object.__setattr__(model, attribute, create(name))  # bypass Keras's tracking
+            object.__setattr__(model, attribute, create(model, name))  # bypass Keras's tracking
         return getattr(model, attribute)
 
     return make
@@ -102,9 +97,8 @@ def _compiled_function(model: keras.Model, name: str) -> Callable[..., object]:
     return _on_iterator(model, CompiledStep(step, autograph=False, label=label))
 
 
-def _measured_function(model: keras.Model) -> Function:
-    plain = model._make_function(model.train_step)
-    return MeasuredFunction(model, plain, _compiled_function(model, "train"))
+def _measured_function(model: keras.Model, name: str) -> Function:
+    return MeasuredFunction(model, model._make_function(model.train_step), _compiled_function(model, name))
 
 
 def _on_iterator(model: keras.Model, step: CompiledStep) -> Function:
@@ -136,11 +130,7 @@ def _on_batches(step: CompiledStep) -> Callable[[list[Tensors]], Tensors]:
 
 
 def _has_fixed_rows(spec: object) -> bool:
-    """Return True if data declare the number of rows of all their batches.
-
-    Args:
-        spec: of a batch; None if it is not known.
-    """
+    """Return True if data declare the number of rows of all their batches, whose ``spec`` may be unknown: None."""
     shapes = [leaf.shape for leaf in tf.nest.flatten(spec, expand_composites=True) if isinstance(leaf, tf.TensorSpec)]
     return bool(shapes) and all(shape.rank is not None and None not in shape[:1].as_list() for shape in shapes)
 

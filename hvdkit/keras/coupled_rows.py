@@ -33,11 +33,7 @@ def couples_rows(model: keras.Model, rows: Tensors, *, trains: bool) -> str:
     In training, random layers of Keras and BatchNormalization compute as in inference. Models that are random, keep a
     state, have sharded tables or cannot be called with these rows are not tested. Every rank must call it, since
     functions of the program may have graphs with collectives; state may change, so call it within ``unchanged``.
-
-    Args:
-        model: a built Keras model.
-        rows: a few rows of inputs, tensors with the batch as their first axis.
-        trains: whether the model is trained, and not only evaluated.
+    ``rows`` are a few rows of inputs; ``trains`` is False for a model that is only evaluated.
     """
     if type(model).call is keras.Model.call or not (number := _number_of_rows(rows)):
         return ""
@@ -72,11 +68,7 @@ def _changes(call: Callable[[Tensors], Tensors], rows: Tensors, number: int) -> 
 
 
 def refuse_coupled_rows(model: keras.Model, when: str) -> None:
-    """Raise for a model that :func:`couples_rows`.
-
-    Raises:
-        HvdkitError: always.
-    """
+    """Raise HvdkitError for a model that :func:`couples_rows`."""
     got = f"{model.name!r}, whose output for a row depends on the other rows of its batch {when}"
     expected = "outputs of a row that depend on this row only, as each rank computes its own rows"
     remedy = (

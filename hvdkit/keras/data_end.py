@@ -25,9 +25,7 @@ _REMEDY = "give every rank the same data; seed filters, shuffles and sampling"
 def require_batch_on_every_rank(data: Tensors, rows: tf.Tensor) -> Tensors:
     """Return the batch once every rank has one; the step must use the returned batch.
 
-    Args:
-        data: the batch.
-        rows: number of rows of the global batch, a scalar that becomes available with the batch.
+    ``rows`` is the number of rows of the global batch, a scalar that becomes available with the batch.
 
     Raises:
         tf.errors.InvalidArgumentError: at execution, if the data of another rank have ended.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, NoReturn
 
@@ -90,30 +91,14 @@ def check_model(model: object) -> None:
             check_loss(loss)
 
 
-def _untraced(step: Step) -> Step:
-    """Return the step; if the user has decorated it with ``tf.function``, a copy that has no graph yet.
-
-    A graph that plain ``fit`` has traced averages no gradients.
-    """
-    result: Step = step._clone(None) if isinstance(step, tf.types.experimental.PolymorphicFunction) else step
-    return result
-
-
 class FitSession:
-    """A model whose steps run on shares. Keeps the traced graphs between calls.
+    """A model, with distributed optimizers, whose steps run on shares. Keeps the traced graphs between calls.
 
     Args:
-        model: a Keras model with distributed optimizers.
         may_be_empty: whether a rank may get an empty share of a batch.
-        loss_scope: as for ``hk.fit``.
         may_gather: False if batches have tensors that every rank gets whole.
 
     Attributes:
-        steps: the model's steps.
-        metric_combiner: combines the logs of the ranks.
-        metric_checks: checks that metrics can be combined.
-        functions: compares what the ranks' models compute.
-        loss_scope: of the steps.
         may_end_anywhere: whether the current data may end at different steps on different ranks.
     """
 
@@ -148,11 +133,7 @@ class FitSession:
     ) -> FitSession:
         """Return a model's session; reuse the previous one unless its dependencies have changed.
 
-        Args:
-            model: a Keras model.
-            may_be_empty: whether a rank may get an empty share of a batch.
-            loss_scope: as for ``hk.fit``; None for that of the previous session.
-            may_gather: False if batches have tensors that every rank gets whole.
+        The arguments are those of the class; ``loss_scope`` is None for that of the previous session.
         """
         session = _SESSIONS.get(model)
         loss_scope = loss_scope or ("auto" if session is None else session.loss_scope)
@@ -177,25 +158,16 @@ class FitSession:
         return session
 
     @contextlib.contextmanager
-    def running(self, *data: Shares | None) -> Iterator[None]:
-        """Broadcast the chief's variables, and run the model's methods on shares. Every rank must call it.
-
-        Args:
-            data: the data that are read inside.
-        """
+    def running(self, *data: Shares) -> Iterator[None]:
+        """Broadcast the chief's variables, and run the model's methods on ``data``. Every rank must call it."""
         with contextlib.ExitStack() as stack:
             for shares in data:
-                if shares is not None:
-                    stack.enter_context(shares.explained())
-            stack.enter_context(self._running())
+                stack.enter_context(shares.explained())
+            stack.enter_context(self._called_by_callback() if self._is_running else self._running())
             yield
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
-        if self._is_running:  # called by a callback
-            with self._nested():
-                yield
-            return
         if (release := end_of_plain_fit.get(self.model)) is not None:
             release()
         end_supervision(self.model)
@@ -216,7 +188,7 @@ class FitSession:
             **makers_of(model),
             **self._functions,
         }
-        attributes = self._plain_methods()
+        attributes: dict[str, object] = {name: self._plain(name) for name in (*_TRAINING_METHODS, *_LOOKUP_METHODS)}
         if model.jit_compile and not uses_whole_step(model):
             attributes["_jit_compile"] = False  # of a whole step, which has no exchanges
         optimizers = optimizers_of(model)
@@ -237,16 +209,18 @@ class FitSession:
     @contextlib.contextmanager
     def _active(self) -> Iterator[None]:
         """Give the model the methods that run on shares."""
-        self._inactive = exchange_attributes(self.model, self._inactive)
-        self._is_active = True
+        self._exchange_methods()
         try:
             yield
         finally:
-            self._is_active = False
-            self._inactive = exchange_attributes(self.model, self._inactive)
+            self._exchange_methods()
+
+    def _exchange_methods(self) -> None:
+        self._inactive = exchange_attributes(self.model, self._inactive)
+        self._is_active = not self._is_active
 
     @contextlib.contextmanager
-    def _nested(self) -> Iterator[None]:
+    def _called_by_callback(self) -> Iterator[None]:
         """Run a call of ``hk.evaluate`` or ``hk.predict`` by a callback."""
         before = self.may_end_anywhere
         with contextlib.nullcontext() if self._is_active else self._active():
@@ -254,11 +228,8 @@ class FitSession:
         self.may_end_anywhere = before
         self.metric_combiner.keep_on_first_rank()  # the metrics of the epoch go on from here, as in Keras
 
-    def _plain_methods(self) -> dict[str, object]:
-        """Return replacements of methods that callbacks call, and that then run as in plain Keras."""
-        return {name: self._plain(name) for name in (*_TRAINING_METHODS, *_LOOKUP_METHODS)}
-
     def _plain(self, name: str) -> Callable[..., object]:
+        """Return a replacement of a method that callbacks call, and that then runs as in plain Keras."""
         method = getattr(self.model, name)
 
         def plain(*args: object, **kwargs: object) -> object:
@@ -275,16 +246,15 @@ class FitSession:
         model = self.model
         combiner = self.metric_combiner
         alone = _ALONE.get()
-        if alone is not None and (name in _TRAINING_METHODS or self.is_sharded()):
-            raise _refusal(name, alone, model.name)
+        if alone is not None and (name in _TRAINING_METHODS or any(map(shard_of, model.variables))):
+            _refuse(name, alone, model.name)
         states: list[list[tuple[keras.Variable, np.ndarray]]] = []  # of the metrics, before the method resets them
         for function in _FUNCTIONS:
             built = vars(model).get(function)
             if built is not self._built[function]:  # again by a callback, which may have frozen layers
                 self._inactive[function] = None
             self._built[function] = built
-        self._inactive = exchange_attributes(model, self._inactive)
-        self._is_active = False
+        self._exchange_methods()
         reset = model.reset_metrics
 
         def reset_metrics() -> None:
@@ -295,16 +265,11 @@ class FitSession:
             with swap_attributes(model, reset_metrics=reset_metrics):
                 yield
         finally:
-            self._inactive = exchange_attributes(model, self._inactive)
-            self._is_active = True
+            self._exchange_methods()
         if states and alone is not None:
             combiner.restore(states[0])
         elif states:
             combiner.keep_on_first_rank()
-
-    def is_sharded(self) -> bool:
-        """Return True if ranks hold different parts of the model."""
-        return any(shard_of(v) is not None for v in self.model.variables)
 
     @contextlib.contextmanager
     def running_alone(self, callback: str) -> Iterator[None]:
@@ -313,25 +278,15 @@ class FitSession:
         try:
             with contextlib.ExitStack() as stack:
                 for layer in self.model._flatten_layers():
-                    if any(shard_of(v) is not None for v in layer.variables):
-                        stack.enter_context(swap_attributes(layer, **self._refusing(layer, callback)))
+                    if any(map(shard_of, layer.variables)):
+                        methods = {"call": functools.partial(_refuse, "__call__", callback, layer.name)}
+                        if isinstance(layer, keras.Model) and layer is not self.model:  # which _as_in_keras refuses
+                            for name in (*_TRAINING_METHODS, *_LOOKUP_METHODS):
+                                methods[name] = functools.partial(_refuse, name, callback, layer.name)
+                        stack.enter_context(swap_attributes(layer, **methods))
                 yield
         finally:
             _ALONE.reset(token)
-
-    def _refusing(self, layer: keras.layers.Layer, callback: str) -> dict[str, Callable[..., NoReturn]]:
-        """Return replacements for the methods of a layer or submodel that look up rows of sharded tables."""
-
-        def refusing(name: str) -> Callable[..., NoReturn]:
-            def refuse(*_: object, **__: object) -> NoReturn:
-                raise _refusal("__call__" if name == "call" else name, callback, layer.name)
-
-            return refuse
-
-        # Those of the model itself refuse by _as_in_keras.
-        is_submodel = isinstance(layer, keras.Model) and layer is not self.model
-        names = ("call", *_TRAINING_METHODS, *_LOOKUP_METHODS) if is_submodel else ("call",)
-        return {name: refusing(name) for name in names}
 
     def _reset_metrics(self, reset: Callable[[], None]) -> Callable[[], None]:
         """Wrap ``reset_metrics``: a metric that keeps its state has it on one rank, as states are summed over ranks."""
@@ -344,12 +299,13 @@ class FitSession:
 
     def _wrap_step(self, step: Step) -> Step:
         """Wrap a step of the model so that it uses this rank's random seeds and tests metrics."""
-        untraced = _untraced(step)
+        if isinstance(step, tf.types.experimental.PolymorphicFunction):
+            step = step._clone(None)  # without the graph that plain fit has traced, which averages no gradients
 
         def wrapped_step(data: Tensors) -> object:
             self.functions.observe(data)
             with rank_seeds(), self.metric_checks.testing_updates():
-                return untraced(data)
+                return step(data)
 
         return wrapped_step
 
@@ -358,26 +314,17 @@ class FitSession:
         if self.may_end_anywhere:
             report_end_of_data()
         average_moving_statistics(self.model)  # before they are evaluated, saved or exported
-        self._compare_state()
+        if state := state_of(self.model):
+            exchange = cluster.exchange()
+            ranks = gather(exchange, "the model's state at the end of an epoch", lambda: digests_of(state))
+            compare_state(ranks, exchange.ranks)
         warn_of_full_buckets(self.model.trainable_variables)
         return self.metric_combiner.combine(logs, keeps_totals=True)
-
-    def _compare_state(self) -> None:
-        """Compare the variables that layers and steps update without a gradient."""
-        state = state_of(self.model)
-        if not state:
-            return
-        exchange = cluster.exchange()
-        ranks = gather(exchange, "the model's state at the end of an epoch", lambda: digests_of(state))
-        compare_state(ranks, exchange.ranks)
 
     def broadcast_again(self, data: Shares, *, has_built_optimizer: bool, restored: Iterable[AnyVariable] = ()) -> None:
         """Broadcast the chief's variables again, as a callback may have restored them.
 
-        Args:
-            data: the data to train on.
-            has_built_optimizer: whether the chief's optimizer is built.
-            restored: variables of which each rank has restored its own value.
+        ``has_built_optimizer`` is the chief's; ``restored`` are variables of which each rank has its own value.
         """
         optimizer = self.model.optimizer
         if has_built_optimizer and not optimizer.built:
@@ -414,8 +361,9 @@ def _dependencies(model: keras.Model) -> tuple[object, ...]:
     return (*compiled, jit_mode(model), *(vars(model).get(name) for name in _STEP_METHODS))
 
 
-def _refusal(method: str, callback: str, model: str) -> HvdkitError:
+def _refuse(method: str, callback: str, model: str, *_: object, **__: object) -> NoReturn:
+    """Raise for a call of a method on the chief only, with any arguments."""
     got = f"{callback}, which runs on the chief only, and calls {model}.{method}"
     what = "gradients are averaged" if method in _TRAINING_METHODS else "rows of sharded tables are looked up"
     expected = f"a callback on every rank: {what} over all ranks"
-    return HvdkitError(describe("callbacks", got, expected, "pass it on every rank, without hk.callbacks.on_chief"))
+    raise HvdkitError(describe("callbacks", got, expected, "pass it on every rank, without hk.callbacks.on_chief"))

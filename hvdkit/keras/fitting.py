@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import keras
 from keras import tree
@@ -26,7 +26,7 @@ from hvdkit.keras.fit_session import FitSession, check_all_ranks_call, check_mod
 from hvdkit.keras.global_batch_shares import GlobalBatchShares
 from hvdkit.keras.inputs import DataPair, FitData, prepare_data
 from hvdkit.keras.keras_callbacks import WRITERS, CallbackList
-from hvdkit.keras.loss_scopes import LossScope, check_loss_scope
+from hvdkit.keras.loss_scopes import LossScope
 from hvdkit.keras.model_optimizers import warn_of_float8, warn_of_repeated_rows
 from hvdkit.keras.own_methods import call_own, has_own, is_patched, keras_method, patched_on_chief
 from hvdkit.keras.strategies import outside_strategy
@@ -151,7 +151,9 @@ def fit(
 
     def build() -> DataPair:
         check_model(model)
-        check_loss_scope(loss_scope)
+        if loss_scope not in get_args(LossScope):
+            remedy = "leave it out for 'auto'"
+            raise ValueError(describe("loss_scope", repr(loss_scope), "'auto', 'rows' or 'batch'", remedy))
         training = (x, y, sample_weight)
         validation = validation_data
         if validation_split and validation is None:
@@ -189,12 +191,11 @@ def fit(
     if recorder is not None:  # this program is checked: it ends after some steps, and writes no files
         logdir = None
         callback_objects = [recorder, *(each for each in callback_objects if not (_saves(each) or is_on_chief(each)))]
-    is_saved = logdir is not None or any(map(_saves, callback_objects))
     if logdir is not None:
         callback_objects = [SupervisorCallback(logdir, save_epochs=True), *callback_objects]
     data = [each for each in (shares, validation_shares) if each is not None]
     with contextlib.ExitStack() as stack:
-        if not is_saved:
+        if not any(map(_saves, callback_objects)):
             stack.enter_context(_warning_if_interrupted())
         if recorder is not None:
             stack.enter_context(recorder.observing(model))
@@ -209,7 +210,7 @@ def fit(
         warn_of_repeated_rows(model)
         warn_of_float8(model)
         warn_of_local_statistics(model)
-        stack.enter_context(session.running(shares, validation_shares))
+        stack.enter_context(session.running(*data))
         stack.enter_context(_validating_by(model, validation_arguments))
         callback_list = CallbackList(
             callback_objects, session, shares, validation_shares, verbose=verbose, epochs=epochs, steps=steps_per_epoch

@@ -26,10 +26,8 @@ class GlobalBatchShares(Shares):
 
     Args:
         batches: the user's batches; their position does not change.
-        data_rank: this rank's index among the ranks with different rows.
         argument: the argument name, for error messages.
         steps: steps per Keras epoch; None for those of the data.
-        class_weight: as for ``model.fit``.
         initial_epoch: the Keras epoch in which training starts; None for evaluation and prediction, which read the
             first epoch of the data.
 
@@ -187,16 +185,14 @@ class GlobalBatchShares(Shares):
 
     @property
     def may_be_empty(self) -> bool:
-        """Return False if no share can be empty."""
-        examples = self._data.plan.source.examples
-        size = self._data.plan.batch_size
-        if self._data.plan.remainder == "drop":
+        plan = self._data.plan
+        examples = plan.source.examples
+        if plan.remainder == "drop":
             return False
-        return examples is None or 0 < examples % size < self.data_rank.size
+        return examples is None or 0 < examples % plan.batch_size < self.data_rank.size
 
     @property
     def may_end_anywhere(self) -> bool:
-        """Return True for a stream of unknown length."""
         return self._data_steps is None
 
     @property
@@ -206,7 +202,6 @@ class GlobalBatchShares(Shares):
 
     @property
     def mean_batch_size(self) -> float:
-        """Rows per global batch, over an epoch."""
         return self._data.plan.mean_batch_size
 
     def settings(self) -> Mapping[str, object]:

@@ -70,11 +70,11 @@ class FitData:
         data_rank = DataRank.local()
         if self.is_late and isinstance(self.x, (keras.utils.PyDataset, Generator)):
             length = self.x.num_batches if isinstance(self.x, keras.utils.PyDataset) else None
-            late = LateAdapter(lambda: self._checked_adapter(data_rank), length)
+            late = LateAdapter(self._checked_adapter, length)
             return Shares(late, data_rank, may_start_mid_data=self.steps is not None, parts=division_of(self.x))
-        inner = self._checked_adapter(data_rank)
+        inner = self._checked_adapter()
         if isinstance(inner, ArrayDataAdapter):
-            self._check_rows(inner.batch_size, data_rank)
+            _check_rows(inner.batch_size)
             return ArrayShares(inner, data_rank, trains=self.initial_epoch is not None, steps=self.steps)
         parts = division_of(self.x)
         shares = Shares(inner, data_rank, may_start_mid_data=self.steps is not None, parts=parts)
@@ -82,19 +82,14 @@ class FitData:
         return shares
 
     def shares_for(self, model: keras.Model, *, has_loss: bool = True) -> Shares:
-        """Return this rank's shares, after checking that they fit to ``model``. Raises as :meth:`shares`.
-
-        Args:
-            model: the Keras model.
-            has_loss: whether its loss is computed, which needs labels.
-        """
+        """Return this rank's shares, after checking that they fit to ``model``. Raises as :meth:`shares`."""
         shares = self.shares()
         _check_batch_size_of_model(model, shares)
-        if has_loss and isinstance(shares, GlobalBatchShares):
+        if has_loss and isinstance(shares, GlobalBatchShares):  # a loss needs labels
             shares.check_labels(model)
         return shares
 
-    def _checked_adapter(self, data_rank: DataRank) -> DataAdapter:
+    def _checked_adapter(self) -> DataAdapter:
         """Return Keras's adapter of the global batches."""
         inner = data_adapters.get_data_adapter(
             x=self.x,
@@ -106,7 +101,13 @@ class FitData:
             class_weight=self.class_weight,
         )
         if not isinstance(inner, ArrayDataAdapter) and division_of(self.x) is None and cluster.size() > 1:
-            self._check_batched(inner.get_tf_dataset().element_spec, data_rank)
+            spec = inner.get_tf_dataset().element_spec
+            first = first_tensor(spec)
+            if first is None:
+                remedy = "call dataset.batch(batch_size) with the global batch size"
+                raise ValueError(describe(self.argument, f"elements {spec}", "batches of rows", remedy))
+            if first.shape.rank is not None and first.shape[0] is not None:
+                _check_rows(first.shape[0])
         return inner
 
     def _global_batch_shares(self, batches: GlobalBatches) -> GlobalBatchShares:
@@ -128,26 +129,16 @@ class FitData:
             initial_epoch=self.initial_epoch,
         )
 
-    def _check_rows(self, batch_size: int, data_rank: DataRank) -> None:
-        if batch_size < data_rank.size:
-            expected = f"at least one row for each of the {data_rank.size} ranks"
-            raise ValueError(describe("batch_size", batch_size, expected, "pass a larger batch_size, which is global"))
 
-    def _check_batched(self, spec: object, data_rank: DataRank) -> None:
-        first = first_tensor(spec)
-        if first is None:
-            remedy = "call dataset.batch(batch_size) with the global batch size"
-            raise ValueError(describe(self.argument, f"elements {spec}", "batches of rows", remedy))
-        if first.shape.rank is not None and first.shape[0] is not None:
-            self._check_rows(first.shape[0], data_rank)
+def _check_rows(batch_size: int) -> None:
+    ranks = DataRank.local().size
+    if batch_size < ranks:
+        expected = f"at least one row for each of the {ranks} ranks"
+        raise ValueError(describe("batch_size", batch_size, expected, "pass a larger batch_size, which is global"))
 
 
 def _check_batch_size_of_model(model: keras.Model, shares: Shares) -> None:
-    """Check a model with a fixed batch size, as stateful RNNs need: it has to be that of a rank's rows.
-
-    Raises:
-        ValueError: it is another one.
-    """
+    """Raise ValueError if a stateful model, e.g. an RNN, has a fixed batch size that is not that of a rank's rows."""
     size = shares.data_rank.size
     inputs = getattr(model, "inputs", None) or ()
     fixed = next((x.shape[0] for x in inputs if len(x.shape) and x.shape[0] is not None), None)

@@ -43,8 +43,7 @@ WRITERS = (
     keras.callbacks.RemoteMonitor,
     *filter(None, [getattr(keras.callbacks, "OrbaxCheckpoint", None)]),  # since Keras 3.14
 )
-# Library and class of trackers' callbacks, which have hooks of batches; and the attribute that says whether they log
-# batches.
+# Library and class of trackers' callbacks with hooks of batches, and the attribute that says whether they log batches.
 _TRACKERS = {
     ("wandb", "WandbMetricsLogger"): "logging_batch_wise",
     ("mlflow", "MlflowCallback"): "log_every_n_steps",
@@ -73,28 +72,11 @@ def _reads_batch_logs(callback: keras.callbacks.Callback) -> bool:
     return not (is_default(callback.on_batch_end) and is_default(callback.on_train_batch_end))
 
 
-def _reads_test_logs(callback: keras.callbacks.Callback) -> bool:
-    """Return True if a callback may read the logs of test batches. Of those of Keras, none does."""
-    return _may_raise(callback) and not is_default(callback.on_test_batch_end)
-
-
-def _reads_outputs(callback: keras.callbacks.Callback) -> bool:
-    """Return True if a callback may read the outputs of batches, which must then be gathered."""
-    return _may_raise(callback) and not (
-        is_default(callback.on_batch_end) and is_default(callback.on_predict_batch_end)
-    )
-
-
 def _global_output(output: AnyTensor, rows: np.ndarray) -> AnyTensor:
     """Return the rows of an output of all ranks, as a tensor. Every rank must call it."""
     is_composite = isinstance(output, (tf.RaggedTensor, tf.SparseTensor))
     gathered = gather_rows(output if is_composite else output.numpy(), rows, keep=True)
     return gathered if is_composite else tf.convert_to_tensor(gathered, output.dtype)
-
-
-def _is_alone(callback: keras.callbacks.Callback) -> bool:
-    """Return True for a callback of the chief that other ranks do not have."""
-    return cluster.size() > 1 and (isinstance(callback, WRITERS) or is_on_chief(callback))
 
 
 def _may_raise(callback: keras.callbacks.Callback) -> bool:
@@ -114,12 +96,13 @@ class _Needs(NamedTuple):
 
     @classmethod
     def of(cls, callbacks: list[keras.callbacks.Callback]) -> _Needs:
+        own = [each for each in callbacks if _may_raise(each)]  # those of Keras read neither test logs nor outputs
         return cls(
-            any(map(_reads_batch_logs, callbacks)),
-            any(map(_reads_test_logs, callbacks)),
-            any(map(_reads_outputs, callbacks)),
-            any(map(_may_raise, callbacks)),
-            any(not isinstance(each, _DISPLAYS) for each in callbacks),
+            batch_logs=any(map(_reads_batch_logs, callbacks)),
+            test_logs=any(not is_default(each.on_test_batch_end) for each in own),
+            outputs=any(not (is_default(each.on_batch_end) and is_default(each.on_predict_batch_end)) for each in own),
+            agreement=bool(own),
+            restoring=any(not isinstance(each, _DISPLAYS) for each in callbacks),
         )
 
 
@@ -158,11 +141,6 @@ class CallbackList(keras.callbacks.CallbackList):
     """Keras's list of callbacks, which also compares ranks at the end of each epoch.
 
     ``validation`` is evaluated after epochs; ``trains`` is False for evaluations and predictions.
-
-    Attributes:
-        verbose: this rank's.
-        supervisors: those that save the run.
-        trained: epochs that have ended in this ``fit``.
     """
 
     def __init__(
@@ -179,10 +157,9 @@ class CallbackList(keras.callbacks.CallbackList):
     ) -> None:
         all_callbacks = tree.flatten(callbacks) if callbacks else []
         local_callbacks = [c for c in all_callbacks if cluster.is_chief() or not isinstance(c, WRITERS)]
-        local_verbose = _local_verbose(verbose)
         self._session = session
-        self.verbose = local_verbose
-        self.trained = TrainedEpochs()
+        self.verbose = _local_verbose(verbose)
+        self.trained = TrainedEpochs()  # epochs that have ended in this fit
         self._epoch_steps = 0
         self._data = data
         self._test_data = validation if trains else data
@@ -193,8 +170,8 @@ class CallbackList(keras.callbacks.CallbackList):
             super(CallbackList, self).__init__(
                 local_callbacks,
                 add_history=trains,
-                add_progbar=local_verbose != 0,
-                verbose=local_verbose,
+                add_progbar=self.verbose != 0,
+                verbose=self.verbose,
                 epochs=epochs,
                 steps=steps or data.num_batches,
                 model=session.model,
@@ -203,16 +180,14 @@ class CallbackList(keras.callbacks.CallbackList):
         self.supervisors = [each for each in local_callbacks if isinstance(each, SupervisorCallback)]
         for supervisor in self.supervisors:
             join_fit(supervisor, local_callbacks, data.position)
-        self._alone = [callback for callback in local_callbacks if _is_alone(callback)]
-        needs = _compare_callbacks(all_callbacks, begin)
-        self._combines_batch_logs = needs.batch_logs and trains
-        self._combines_test_logs = needs.test_logs
-        self._reads_outputs = needs.outputs
-        self._may_raise = needs.agreement
-        self._may_restore = needs.restoring
+        # Callbacks of the chief that other ranks do not have.
+        on_chief = [each for each in local_callbacks if isinstance(each, WRITERS) or is_on_chief(each)]
+        self._alone = on_chief if cluster.size() > 1 else []
+        self._needs = _compare_callbacks(all_callbacks, begin)
+        self._combines_batch_logs = self._needs.batch_logs and trains
         if self._combines_batch_logs:
             self._async_train = False  # an exchange in a thread could interleave with another one
-        if self._combines_test_logs:
+        if self._needs.test_logs:
             self._async_test = False
 
     # ---- calling ------------------------------------------------------------------------------------------------
@@ -237,7 +212,7 @@ class CallbackList(keras.callbacks.CallbackList):
 
     def _call_on_all_ranks(self, hook: str, *args: object) -> None:
         """Call a hook of each callback; an error on one rank raises on all ranks."""
-        if self._may_raise:
+        if self._needs.agreement:
             unit = "batch" if "_batch_" in hook else "epoch"
             when = f"callbacks' {hook}" + (f" of {unit} {args[0]}" if len(args) > 1 else "")
             self._gather(when, lambda: self._call(hook, *args))
@@ -262,7 +237,7 @@ class CallbackList(keras.callbacks.CallbackList):
         model = self.model
         if self.supervisors and not model.built:
             build_for(model, self._data)
-        if self._may_restore:
+        if self._needs.restoring:
 
             def begin() -> tuple[int | None, bool]:
                 self._call("on_train_begin", logs)
@@ -287,7 +262,6 @@ class CallbackList(keras.callbacks.CallbackList):
         self._call_on_all_ranks("on_epoch_begin", epoch, logs)
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """Call the callbacks."""
         self._call("on_train_batch_begin", batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
@@ -303,12 +277,12 @@ class CallbackList(keras.callbacks.CallbackList):
             progress().flight.notes.expect_examples(self._data.mean_batch_size)
         if self._async_train:
             super().on_train_batch_end(batch, logs)
-            return
-        if not self._combines_batch_logs:
+        elif self._combines_batch_logs:
+            combined = self._session.metric_combiner.combine(logs, of_batch=True)
+            when = f"on_train_batch_end of batch {batch}"
+            self._agree(when, lambda: self._call("on_train_batch_end", batch, combined))
+        else:
             self._call("on_train_batch_end", batch, logs)
-            return
-        combined = self._session.metric_combiner.combine(logs, of_batch=True)
-        self._agree(f"on_train_batch_end of batch {batch}", lambda: self._call("on_train_batch_end", batch, combined))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, np.ndarray | float] | None = None) -> None:
         """Call the callbacks. An error on one rank raises on all ranks, and either all ranks stop or none."""
@@ -325,7 +299,6 @@ class CallbackList(keras.callbacks.CallbackList):
             end_epoch(supervisor, epoch)
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """Call the callbacks."""
         if self._async_train:
             self._flush_futures()
         self._call_on_all_ranks("on_train_end", logs)
@@ -342,7 +315,6 @@ class CallbackList(keras.callbacks.CallbackList):
         self._session.functions.before(self._test_data)
 
     def on_test_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """Call the callbacks."""
         self._call("on_test_batch_begin", batch, logs)
 
     def on_test_batch_end(self, batch: int, logs: Logs | None = None) -> None:
@@ -351,34 +323,30 @@ class CallbackList(keras.callbacks.CallbackList):
             self._compare_batch()
         if self._async_test:
             super().on_test_batch_end(batch, logs)
-            return
-        if not self._combines_test_logs:
+        elif self._needs.test_logs:
+            combined = self._session.metric_combiner.combine(logs, of_batch=True)
+            self._call_on_all_ranks("on_test_batch_end", batch, combined)
+        else:
             self._call("on_test_batch_end", batch, logs)
-            return
-        combined = self._session.metric_combiner.combine(logs, of_batch=True)
-        self._call_on_all_ranks("on_test_batch_end", batch, combined)
 
     def on_test_end(self, logs: Logs | None = None) -> None:
-        """Call the callbacks."""
         if self._async_test:
             self._flush_futures()
         self._call_on_all_ranks("on_test_end", logs)
         self._on_end()
 
     def on_predict_begin(self, logs: Logs | None = None) -> None:
-        """Call the callbacks."""
         self._on_begin()
         self._call_on_all_ranks("on_predict_begin", logs)
         self._session.functions.before(self._data)
 
     def on_predict_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """Call the callbacks."""
         self._call("on_predict_batch_begin", batch, logs)
 
     def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
         """Call the callbacks, with the outputs of the global batch if a callback reads them."""
         outputs, rows = logs["outputs"]
-        if self._reads_outputs and cluster.size() > 1:
+        if self._needs.outputs and cluster.size() > 1:
             rows = np.asarray(rows)
             outputs = tree.map_structure(lambda x: _global_output(x, rows), outputs)
         if self._async_predict:

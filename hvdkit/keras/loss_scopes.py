@@ -16,7 +16,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -27,7 +27,7 @@ from hvdkit.cluster.logs import get_logger
 from hvdkit.collectives.conversion import untracked_variable
 from hvdkit.collectives.graphs import function_graph
 from hvdkit.collectives.refusal import refusing_collectives
-from hvdkit.errors import HvdkitError, describe, see
+from hvdkit.errors import HvdkitError, see
 from hvdkit.keras.rank_functions import store_once
 from hvdkit.keras.source_checks import is_of_keras
 
@@ -49,16 +49,6 @@ _ROWS = 8  # of a step that are tested
 _PADDING = (0, -1, -100, 255, np.nan)  # labels by which programs mark what their losses leave out
 # Keras's losses with a value for each row that depends on the other rows.
 _COUPLED = ("circle",)
-
-
-def check_loss_scope(scope: str) -> None:
-    """Raise if ``scope`` is not a value of ``loss_scope``.
-
-    Raises:
-        ValueError: the message names the values.
-    """
-    if scope not in get_args(LossScope):
-        raise ValueError(describe("loss_scope", repr(scope), "'auto', 'rows' or 'batch'", "leave it out for 'auto'"))
 
 
 @dataclass(eq=False)
@@ -96,9 +86,6 @@ class LossScopes:
     Args:
         loss_scope: "auto" tests losses; "rows" and "batch" decide for all of them. Metric functions are always tested.
         may_gather: False if batches have tensors that every rank gets whole: nothing is gathered in "auto".
-
-    Attributes:
-        loss_scope: as above.
     """
 
     def __init__(self, loss_scope: str, *, may_gather: bool = True) -> None:
@@ -112,11 +99,7 @@ class LossScopes:
     ) -> int | _Function:
         """Return the scope of a loss in this step: ROWS, BATCH, or a function whose scope may be unknown.
 
-        Args:
-            loss: a Keras loss.
-            call: computes its unreduced values, or all of the loss if its class has its own ``__call__``.
-            y_true, y_pred: this rank's rows.
-            sample_weight: the weights of the rows, or None.
+        ``call`` computes its unreduced values, or all of the loss if its class has its own ``__call__``.
         """
         if self.loss_scope != "auto":
             return ROWS if self.loss_scope == "rows" else BATCH
@@ -125,7 +108,7 @@ class LossScopes:
         function = getattr(loss, "fn", loss)
         is_own = not is_of_keras(function) or not is_of_keras(type(loss).call)
         is_known = not is_own and getattr(function, "__name__", "") not in _COUPLED
-        if is_known and _has_value_per_row(call, y_true, y_pred):
+        if is_known and tf.convert_to_tensor(call(y_true, y_pred)).shape.rank != 0:
             return ROWS
         if call is loss and sample_weight is not None:
             return BATCH  # its own reduction of weighted values is not tested
@@ -153,15 +136,12 @@ class LossScopes:
         """Return the scope of a metric's update in this step: ROWS, or a function whose scope may be unknown.
 
         Args:
-            metric: a Keras metric whose class has its own ``update_state``.
+            metric: one whose class has its own ``update_state``.
             growth: returns by what an update with arrays of rows changes each summed variable.
-            rows: the tensors of the update, with this rank's rows.
+            rows: the tensors of the update.
         """
-        if not self.may_gather or not rows or not all(map(_has_movable_rows, rows)):
-            return ROWS
-        if (
-            function_graph() is not tf.compat.v1.get_default_graph()
-        ):  # in a branch or loop, which other ranks may not run
+        is_in_branch = function_graph() is not tf.compat.v1.get_default_graph()  # or a loop: other ranks may not run it
+        if not self.may_gather or is_in_branch or not rows or not all(map(_has_movable_rows, rows)):
             return ROWS
 
         def scope_of_arrays(arrays: list[np.ndarray], _: list[np.ndarray]) -> int:
@@ -195,11 +175,7 @@ class LossScopes:
         return found
 
     def decide(self, scopes: Sequence[Sequence[int]]) -> None:
-        """Take the widest scope that a rank has found, and log it on the chief. Rows of each epoch are tested.
-
-        Args:
-            scopes: of :meth:`test`, for each rank.
-        """
+        """Take the widest scope that :meth:`test` has found on a rank; log it on the chief. Each epoch is tested."""
         for function, found in zip(self._functions.values(), zip(*scopes, strict=True), strict=True):
             scope = max(int(function.scope), *found)
             function.scope.assign(scope)
@@ -211,12 +187,7 @@ class LossScopes:
     def of_metric(
         self, metric: keras.metrics.MeanMetricWrapper, on_batch: Callable[[Values, Tensors, Tensors], tf.Tensor]
     ) -> Values:
-        """Return the function of a metric, computed by its scope.
-
-        Args:
-            metric: averages the results of a function of labels and predictions.
-            on_batch: computes a function on gathered rows.
-        """
+        """Return the function of a metric, computed by its scope; ``on_batch`` computes it on gathered rows."""
         function = metric._fn
 
         def decided(y_true: Tensors, y_pred: Tensors, **options: object) -> tf.Tensor:
@@ -231,8 +202,7 @@ class LossScopes:
     def _scope(
         self, name: str, owner: object, call: Values, y_true: Tensors, y_pred: Tensors, *, is_sum: bool
     ) -> int | _Function:
-        leaves = [*tree.flatten(y_true), *tree.flatten(y_pred)]
-        if not self.may_gather or not all(map(_has_movable_rows, leaves)):
+        if not self.may_gather or not all(map(_has_movable_rows, tree.flatten((y_true, y_pred)))):
             return ROWS
         function = self._function(name, owner, lambda: _scope_of_graph(call, y_true, y_pred))
         if function.shown != UNKNOWN:
@@ -249,22 +219,16 @@ class LossScopes:
         return self._functions[id(owner)]
 
     def _store(
-        self,
-        function: _Function,
-        scope_of_rows: Callable[[Any, Any], int],
-        y_true: Tensors,
-        y_pred: Tensors,
+        self, function: _Function, scope_of_rows: Callable[[Any, Any], int], y_true: Tensors, y_pred: Tensors
     ) -> None:
         """Store some rows of this step for a test, unless rows are already stored."""
-        true_count = len(tree.flatten(y_true))
-        leaves = [*tree.flatten(y_true), *tree.flatten(y_pred)]
-        structures = [tree.map_structure(lambda leaf: None, y) for y in (y_true, y_pred)]
+        leaves = tree.flatten((y_true, y_pred))
+        structure = tree.map_structure(lambda leaf: None, (y_true, y_pred))
 
         def keep(number: np.ndarray, *arrays: np.ndarray) -> None:
-            rows_true = tree.pack_sequence_as(structures[0], list(arrays[:true_count]))
-            rows_pred = tree.pack_sequence_as(structures[1], list(arrays[true_count:]))
+            rows = tree.pack_sequence_as(structure, list(arrays))
             function.local_bytes = sum(array.nbytes // max(1, len(array)) for array in arrays) * int(number)
-            function.test = lambda: scope_of_rows(rows_true, rows_pred)
+            function.test = lambda: scope_of_rows(*rows)
 
         stored = [tf.shape(leaves[0])[0], *(leaf[:_ROWS] for leaf in leaves)]
         if tf.inside_function():
@@ -309,7 +273,7 @@ def scope_of(call: Values, y_true: Arrays, y_pred: Arrays, *, is_sum: bool = Fal
         >>> scope_of(lambda y, p: sum(y * p) / sum(y), ones, np.float32([0.5, 1.5, 1, 0.5])) == BATCH
         True
     """
-    rows = {len(leaf) for leaf in [*tree.flatten(y_true), *tree.flatten(y_pred)]}
+    rows = {len(leaf) for leaf in tree.flatten((y_true, y_pred))}
     if len(rows) != 1:
         return UNKNOWN
     number = min(rows)
@@ -318,7 +282,7 @@ def scope_of(call: Values, y_true: Arrays, y_pred: Arrays, *, is_sum: bool = Fal
     with tf.device("CPU"), refusing_collectives():
         for index, variant in enumerate(_variants(y_true, y_pred, number)):
             try:
-                call(*(tree.map_structure(tf.constant, y) for y in variant))
+                call(*tree.map_structure(tf.constant, variant))
                 found += [_is_additive(call, *variant, number, split, is_sum=is_sum) for split in splits]
             except Exception:  # e.g. a fixed number of rows; labels that are no padding for this function
                 if index == 0:
@@ -353,7 +317,7 @@ def _is_additive(call: Values, y_true: Arrays, y_pred: Arrays, number: int, spli
     """Return whether a function of the rows is the mean (or sum) of its parts; None if its values do not show it."""
 
     def value(start: int, end: int) -> tuple[float, float]:
-        parts = [tree.map_structure(lambda leaf: tf.constant(leaf[start:end]), y) for y in (y_true, y_pred)]
+        parts = tree.map_structure(lambda leaf: tf.constant(leaf[start:end]), (y_true, y_pred))
         values = tf.convert_to_tensor(call(*parts))
         precision = _HALF_TOLERANCE if values.dtype.size == 2 else _TOLERANCE
         array = np.asarray(tf.cast(values, tf.float64))
@@ -379,13 +343,11 @@ def _scope_of_graph(call: Values, y_true: Tensors, y_pred: Tensors) -> int:
     ROWS if it calls collectives, e.g. gathers the rows itself; BATCH if it assigns to variables, which then follow from
     all rows on every rank.
     """
-    leaves = [*tree.flatten(y_true), *tree.flatten(y_pred)]
-    true_count = len(tree.flatten(y_true))
+    leaves = tree.flatten((y_true, y_pred))
 
     @tf.function(autograph=False)
     def scratch(*rows: tf.Tensor) -> None:
-        labels = tree.pack_sequence_as(y_true, list(rows[:true_count]))
-        call(labels, tree.pack_sequence_as(y_pred, list(rows[true_count:])))
+        call(*tree.pack_sequence_as((y_true, y_pred), list(rows)))
 
     try:
         with refusing_collectives():
@@ -397,10 +359,6 @@ def _scope_of_graph(call: Values, y_true: Tensors, y_pred: Tensors) -> int:
         return UNKNOWN
     nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
     return BATCH if any(node.op.startswith("Assign") for node in nodes) else UNKNOWN
-
-
-def _has_value_per_row(call: Values, y_true: Tensors, y_pred: Tensors) -> bool:
-    return bool(tf.convert_to_tensor(call(y_true, y_pred)).shape.rank != 0)
 
 
 def _has_movable_rows(x: object) -> bool:

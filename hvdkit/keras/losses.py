@@ -49,11 +49,7 @@ _MEANS = ("sum_over_batch_size", "mean")
 
 
 def check_loss(loss: keras.Loss) -> None:
-    """Check that a loss can be made to match that of one process.
-
-    Raises:
-        HvdkitError: the loss is not reduced to one number, or has a custom reduction.
-    """
+    """Raise HvdkitError for a loss that cannot match that of one process: it is not one number, or reduces itself."""
     reduction = getattr(loss, "reduction", "mean")
     name = getattr(loss, "name", type(loss).__name__)
     if reduction in (None, "none"):
@@ -70,10 +66,7 @@ def check_loss(loss: keras.Loss) -> None:
 def rescaled(loss: object, scopes: LossScopes, data: Tensors) -> object:
     """Rescale ``loss`` so that the ranks' losses add up to that of one process; means over rows are unchanged.
 
-    Args:
-        loss: a Keras loss; anything else is returned.
-        scopes: decide where it is computed.
-        data: this rank's rows. A loss of what the step has gathered from all ranks is unchanged.
+    So are a loss of what the step has gathered from all ranks, not from ``data``, and what is not a Keras loss.
     """
     if not isinstance(loss, keras.losses.Loss):
         return loss
@@ -106,9 +99,8 @@ class _RescaledLoss(keras.losses.Loss):
         in_mask = get_keras_mask(y_pred)
         with keras.name_scope(loss.name):
             if not self._has_own_call:
-                y_pred, y_true = (
-                    tree.map_structure(lambda x: keras.ops.convert_to_tensor(x, dtype=loss.dtype), y)
-                    for y in (y_pred, y_true)
+                y_true, y_pred = tree.map_structure(
+                    lambda x: keras.ops.convert_to_tensor(x, dtype=loss.dtype), (y_true, y_pred)
                 )
             scope = self._scopes.of_loss(loss, call, y_true, y_pred, sample_weight)
 
@@ -183,10 +175,7 @@ def on_gathered_rows(call: Values, y_true: Tensors, y_pred: Tensors) -> tf.Tenso
 def rescaled_vector(loss: object, value: tf.Tensor, rows: int | tf.Tensor) -> tf.Tensor:
     """Return the sum ``value`` of a loss that a layer has added, as a part of the global sum.
 
-    Args:
-        loss: what was passed to ``add_loss``; a tensor with rows is a sum over them, and anything else a mean.
-        value: its sum.
-        rows: number of rows of this rank's share: an int, or a tensor.
+    ``loss`` is what was passed to ``add_loss``: a tensor with ``rows`` rows is a sum over them, anything else a mean.
     """
     shape = getattr(loss, "shape", None)
     if shape is None or not tf.TensorShape(shape).rank:
@@ -202,11 +191,7 @@ def divided_by_all_rows(
 ) -> Callable[[tf.Tensor], tf.Tensor]:
     """Return an activity regularizer whose value, if it is of gathered rows, is n_r / b of the original.
 
-    Keras divides the value by the rows of the layer's outputs, which are this rank's.
-
-    Args:
-        regularizer: a function of a layer's outputs.
-        data: this rank's rows.
+    Keras divides the value by the rows of the layer's outputs, which are this rank's, as are those of ``data``.
     """
 
     def regularize(outputs: tf.Tensor) -> tf.Tensor:

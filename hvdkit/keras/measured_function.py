@@ -32,14 +32,10 @@ _LEAST_GAIN = 0.97
 
 
 class MeasuredChoice:
-    """Whether a model's training steps run with XLA. A Supervisor saves it with the run.
-
-    Attributes:
-        is_compiled: None before it is decided.
-    """
+    """Whether a model's training steps run with XLA. A Supervisor saves it with the run."""
 
     def __init__(self) -> None:
-        self.is_compiled: bool | None = None
+        self.is_compiled: bool | None = None  # before it is decided
 
     @property
     def state(self) -> dict[str, bool | None]:
@@ -60,13 +56,7 @@ def choice_of(model: keras.Model) -> MeasuredChoice | None:
 
 
 class MeasuredFunction:
-    """A training function of Keras: takes an iterator over batches, returns logs.
-
-    Args:
-        model: a Keras model.
-        plain: runs a step without XLA.
-        compiled: runs a step with XLA.
-    """
+    """A training function of Keras: runs a step by ``plain``, without XLA, or by ``compiled``."""
 
     def __init__(self, model: keras.Model, plain: Function, compiled: Function) -> None:
         self.choice = _CHOICES.get(model) or MeasuredChoice()

@@ -55,12 +55,7 @@ def metric_states(model: keras.Model) -> list[tuple[str, keras.Variable]]:
 
 
 class MetricChecks:
-    """Finds metrics of a compiled model whose state cannot be combined.
-
-    Args:
-        model: a compiled model.
-        scopes: find out which updates need the rows of all ranks.
-    """
+    """Finds metrics of a compiled model whose state cannot be combined. ``scopes`` knows which need all rows."""
 
     def __init__(self, model: keras.Model, scopes: LossScopes) -> None:
         self._model = model
@@ -76,10 +71,9 @@ class MetricChecks:
             yield
 
     def check(self) -> None:
-        """Check that the state of all metrics can be combined. Call after a step, which creates their variables.
+        """Raise ValueError if a state is declared, or was observed, not to be a sum over examples.
 
-        Raises:
-            ValueError: on several ranks, a state is declared or was observed not to be a sum over examples.
+        Call after a step, which creates the variables of metrics. On one rank it does nothing.
         """
         if cluster.size() == 1:
             return
@@ -95,7 +89,8 @@ class MetricChecks:
 
         def update_state(*args: object, **kwargs: object) -> object:
             arguments = _Arguments(args, kwargs)
-            scope = self._scopes.of_update(metric, _growth_by(metric, update, arguments), arguments.rows)
+            growth = functools.partial(_growth, metric, update, arguments)
+            scope = self._scopes.of_update(metric, growth, arguments.rows)
             result = None
             if isinstance(scope, int):
                 result = update(*args, **kwargs)
@@ -160,11 +155,7 @@ def _test_update(metric: keras.Metric, update: Callable[[], object]) -> tf.Tenso
 
 
 class _Arguments:
-    """The arguments of an update.
-
-    Attributes:
-        rows: the tensors with rows: those as long as the first one.
-    """
+    """The arguments of an update, and ``rows``, the tensors among them that are as long as the first one."""
 
     def __init__(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         self._arguments = args, kwargs
@@ -197,24 +188,23 @@ def _update_with_batch(metric: keras.Metric, update: Callable[..., object], argu
     return tf.constant(True)
 
 
-def _growth_by(
-    metric: keras.Metric, update: Callable[..., object], arguments: _Arguments
-) -> Callable[[Sequence[np.ndarray | tf.Tensor]], list[np.ndarray]]:
-    """Return a function that computes, in eager mode, by what an update with other rows changes the sums."""
-
-    def growth(rows: Sequence[np.ndarray | tf.Tensor]) -> list[np.ndarray]:
-        summed = [v for v in metric.variables if _is_summed(v)]
-        before = [(v, np.asarray(v)) for v in metric.variables]
-        try:
-            for variable in summed:
-                variable.assign(tf.zeros(variable.shape, variable.dtype))
-            arguments.passed_to(update, [tf.convert_to_tensor(each) for each in rows])
-            return [np.asarray(_float64(v)) for v in summed]
-        finally:
-            for variable, value in before:
-                variable.assign(value)
-
-    return growth
+def _growth(
+    metric: keras.Metric,
+    update: Callable[..., object],
+    arguments: _Arguments,
+    rows: Sequence[np.ndarray | tf.Tensor],
+) -> list[np.ndarray]:
+    """Return, in eager mode, by what an update with other rows changes the sums."""
+    summed = [v for v in metric.variables if _is_summed(v)]
+    before = [(v, np.asarray(v)) for v in metric.variables]
+    try:
+        for variable in summed:
+            variable.assign(tf.zeros(variable.shape, variable.dtype))
+        arguments.passed_to(update, [tf.convert_to_tensor(each) for each in rows])
+        return [np.asarray(_float64(v)) for v in summed]
+    finally:
+        for variable, value in before:
+            variable.assign(value)
 
 
 def _part_of_batch(dtype: tf.DType) -> tf.Tensor:

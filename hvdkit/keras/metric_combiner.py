@@ -22,9 +22,7 @@ Logs = Mapping[str, object]
 class MetricCombiner:
     """Combines the logs of an epoch or an evaluation, so that they equal those of one process.
 
-    Args:
-        model: a compiled Keras model.
-        factor: returns the factor by which this rank's loss was scaled in the last step.
+    ``factor`` returns the factor by which this rank's loss was scaled in the last step.
     """
 
     def __init__(self, model: keras.Model, factor: Callable[[], float]) -> None:

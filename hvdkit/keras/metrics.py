@@ -75,7 +75,7 @@ class MetricAverage(CheckedCallback):
             >>> sorted(hk.callbacks.MetricAverage.results(model))
             ['loss', 'mae']
         """
-        variables = [v for metric in model.metrics for v in metric.variables]
+        variables = model.metrics_variables
         local = [np.asarray(v) for v in variables]
         for variable, total in zip(variables, grouped_allreduce(local, Sum), strict=True):
             variable.assign(total)

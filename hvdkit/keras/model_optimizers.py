@@ -30,11 +30,10 @@ _MAX_OPTIMIZERS = 64  # longer lists are assumed to contain something else
 def distribute_optimizers(model: keras.Model) -> None:
     """Wrap every optimizer of a model, both the compiled one and those in attributes, in a DistributedOptimizer.
 
-    Raises:
-        ValueError: an optimizer sums gradients; the gradient of the global batch is the average.
+    One that sums gradients is a ValueError: the gradient of the global batch is the average.
     """
     wrapped: dict[int, keras.Optimizer] = {}
-    for owner in _owners(model):
+    for owner in model._flatten_layers():
         for name, value in list(vars(owner).items()):
             new_value = _distributed(value, wrapped, model)
             if new_value is not value:
@@ -51,8 +50,8 @@ def original_attributes(model: keras.Model) -> Iterator[None]:
     settings: dict[str, object] = {} if config is None else config.config
     compiled = settings.get("optimizer")
     attributes = [
-        (owner, {name: value for name, value in vars(owner).items() if _has_optimizers(value)})
-        for owner in _owners(model)
+        (owner, {name: value for name, value in vars(owner).items() if any(True for _ in _optimizers_in(value))})
+        for owner in model._flatten_layers()
     ]
     copies = [(optimizer, _COPIES.get(optimizer)) for optimizer in all_optimizers(model)]
     try:
@@ -69,10 +68,6 @@ def original_attributes(model: keras.Model) -> Iterator[None]:
             settings["optimizer"] = compiled
 
 
-def _has_optimizers(value: object) -> bool:
-    return isinstance(value, keras.optimizers.Optimizer) or any(map(_has_optimizers, _items(value)))
-
-
 def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
     """Return the distinct distributed optimizers of a model."""
     return [each for each in all_optimizers(model) if isinstance(each, DistributedMixin)]
@@ -85,18 +80,16 @@ def plain_optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
 
 def all_optimizers(model: keras.Model) -> list[keras.Optimizer]:
     """Return the distinct optimizers of a model, in attributes of it and its layers."""
-    optimizers: dict[int, keras.Optimizer] = {}
+    values = [value for owner in model._flatten_layers() for value in vars(owner).values()]
+    return list({id(each): each for value in values for each in _optimizers_in(value)}.values())
 
-    def collect(value: object) -> None:
-        if isinstance(value, keras.optimizers.Optimizer):
-            optimizers[id(value)] = value
-        for item in _items(value):
-            collect(item)
 
-    for owner in _owners(model):
-        for value in vars(owner).values():
-            collect(value)
-    return list(optimizers.values())
+def _optimizers_in(value: object) -> Iterator[keras.Optimizer]:
+    """Yield an attribute that is an optimizer, or the optimizers that it contains."""
+    if isinstance(value, keras.optimizers.Optimizer):
+        yield value
+    for item in _items(value):
+        yield from _optimizers_in(item)
 
 
 def warn_of_repeated_rows(model: keras.Model) -> None:
@@ -131,12 +124,10 @@ def warn_of_float8(model: keras.Model) -> None:
 
 
 def compare_optimizers(model: keras.Model) -> None:
-    """Compare the settings of the ranks' optimizers. Their variables are broadcast from the chief later.
+    """Raise CollectiveMismatchError if settings of the ranks' optimizers differ.
 
-    Learning rates may differ if the iteration counts do, e.g. if only the chief has restored a checkpoint.
-
-    Raises:
-        CollectiveMismatchError: settings differ.
+    Their variables are broadcast from the chief later. Learning rates may differ if the iteration counts do, e.g. if
+    only the chief has restored a checkpoint.
     """
     ranks = gather(cluster.exchange(), "optimizers of the model", lambda: list(map(_settings, optimizers_of(model))))
     settings = [[_with_chief_rate(*pair) for pair in itertools.zip_longest(ranks[0], local)] for local in ranks]
@@ -200,46 +191,36 @@ def following_originals(model: keras.Model) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers_of(model):
-            if (variable := _rate_of_original(optimizer)) is not None:
-                stack.enter_context(swap_attributes(variable, assign=_followed(variable.assign, optimizer)))
+            if optimizer._hvdkit_original is None:
+                continue
+            original = optimizer._hvdkit_original.optimizer
+            variable = getattr(getattr(original, "inner_optimizer", original), "_learning_rate", None)
+            if not isinstance(variable, keras.Variable):  # a schedule or a function
+                continue
+            if _rate(original) != optimizer._hvdkit_original.rate:
+                _follow(optimizer)
+            stack.enter_context(swap_attributes(variable, assign=_followed(variable.assign, optimizer)))
         yield
-
-
-def _rate_of_original(optimizer: keras.Optimizer) -> keras.Variable | None:
-    """Return the learning rate of the original as a variable, after copying it; None if there isn't one."""
-    if optimizer._hvdkit_original is None:
-        return None
-    original = optimizer._hvdkit_original.optimizer
-    variable = getattr(getattr(original, "inner_optimizer", original), "_learning_rate", None)
-    if not isinstance(variable, keras.Variable):  # a schedule or a function
-        return None
-    if _rate(original) != optimizer._hvdkit_original.rate:
-        _follow(optimizer, _rate(original))
-    return variable
 
 
 def _followed(assign: Callable[[object], T], optimizer: keras.Optimizer) -> Callable[[object], T]:
     def assign_both(value: object) -> T:
         result = assign(value)
-        _follow(optimizer, _rate(optimizer._hvdkit_original.optimizer))
+        _follow(optimizer)
         return result
 
     return assign_both
 
 
-def _follow(optimizer: keras.Optimizer, rate: float) -> None:
+def _follow(optimizer: keras.Optimizer) -> None:
+    original = optimizer._hvdkit_original.optimizer
+    rate = _rate(original)
     optimizer.learning_rate = rate
-    optimizer._hvdkit_original = Original(optimizer._hvdkit_original.optimizer, rate)
+    optimizer._hvdkit_original = Original(original, rate)
 
 
 def _rate(optimizer: keras.Optimizer) -> float:
     return float(np.asarray(optimizer.learning_rate))
-
-
-def _owners(model: keras.Model) -> Iterator[keras.layers.Layer]:
-    """Yield the model and its layers, which may have their own optimizers."""
-    yield model
-    yield from model._flatten_layers(include_self=False)
 
 
 def _items(value: object) -> Iterable[object]:
@@ -249,17 +230,11 @@ def _items(value: object) -> Iterable[object]:
 
 
 class _KnownCopy(NamedTuple):
-    """The copy with which ``hk.fit`` has replaced an optimizer.
-
-    Attributes:
-        copy: a distributed optimizer.
-        model: a reference to the model that it trains.
-        steps: the iteration count of the original when it was copied.
-    """
+    """The distributed copy with which ``hk.fit`` has replaced an optimizer."""
 
     copy: keras.Optimizer
-    model: weakref.ref[keras.Model]
-    steps: int
+    model: weakref.ref[keras.Model]  # which it trains
+    steps: int  # the iteration count of the original when it was copied
 
 
 # Stored on the original, which the copy references.

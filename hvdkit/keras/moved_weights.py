@@ -29,6 +29,7 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.cluster.logs import get_logger, warn_once
+from hvdkit.compiling.operations import CALLS, LOOPS_AND_BRANCHES, Library, is_collective
 from hvdkit.errors import HvdkitError, describe, see
 from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.keras.model_optimizers import optimizers_of
@@ -37,27 +38,14 @@ from hvdkit.sharding.shards import AnyVariable, differs_by_rank
 from hvdkit.sharding.variables import variable_name
 
 if TYPE_CHECKING:
-    from tensorflow.core.framework.function_pb2 import FunctionDef
-    from tensorflow.core.framework.node_def_pb2 import NodeDef
-
     from hvdkit.keras.data_types import Tensors
 
 _PAGE = see("pitfalls#two-gradients-in-a-step-as-in-sam")
 _AVERAGE = "average it first, hk.average_gradients(tape.gradient(loss, variables))"
 _TAPE = "gradient_tape"  # the name scope in which tf.GradientTape computes
-_COLLECTIVE = "Horovod"  # the beginning of the types of Horovod's ops
 _SAME_ON_ALL_RANKS = {"HorovodAllreduce", "HorovodGroupedAllreduce", "HorovodAllgather", "HorovodBroadcast"}
 _SHAPES = {"Shape", "ShapeN", "Size", "Rank"}  # they do not pass values on
-_CALLS = {
-    "PartitionedCall",
-    "StatefulPartitionedCall",
-    "If",
-    "StatelessIf",
-    "While",
-    "StatelessWhile",
-    "Case",
-    "StatelessCase",
-}
+_CALLS = CALLS | LOOPS_AND_BRANCHES
 _SELECTIONS = {"StridedSlice", "Slice", "GatherV2", "GatherNd", "Unpack", "Split", "SplitV", "While", "StatelessWhile"}
 _LINEAR = {"AddV2", "Add", "AddN", "Sub", "Neg", "Identity", "Cast", "Reshape", "StopGradient", "Select"}
 _LINEAR |= {"SelectV2", "EnsureShape", "UnsortedSegmentSum", "ZerosLike", "Squeeze", "ExpandDims", "ReadVariableOp"}
@@ -102,7 +90,7 @@ def watching_assignments(
     if not tf.inside_function() or cluster.group(cluster.DATA).size == 1:
         yield
         return
-    batch = [x for x in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(x)]
+    batch = _tensors_of(data)
     # Otherwise the number of rows is a constant of the graph.
     is_of_any_size = all(not x.shape.rank or x.shape[0] is None for x in batch)
     weights = [StateVariable(variable_name(v), v) for v in model.trainable_variables if not differs_by_rank(v)]
@@ -196,12 +184,7 @@ def _handle(variable: AnyVariable) -> tf.Tensor | None:
 
 
 def _is_independent(number: int, reads: dict[int, set[int] | None]) -> bool:
-    """Return True if neither a variable nor those that it follows from are assigned what follows from the batch.
-
-    Args:
-        number: the id of the variable.
-        reads: for the ids of assigned variables, the ids of those that are read; None if the batch is.
-    """
+    """Return True if neither a variable nor those that it follows from are assigned what follows from the batch."""
     seen: set[int] = set()
     pending = [number]
     while pending:
@@ -217,14 +200,9 @@ def _is_independent(number: int, reads: dict[int, set[int] | None]) -> bool:
 
 
 def _variables_read(value: object, by_handle: dict[int, AnyVariable]) -> set[int] | None:
-    """Return the ids of the variables from which an assigned value follows.
+    """Return the ids of the variables from which an assigned value follows, of those that ranks hold equally.
 
-    Args:
-        value: a tensor of the graph of a step, or several.
-        by_handle: the variables that ranks hold equally, by the ids of their handles.
-
-    Returns:
-        None if the value follows from anything else but constants and what collectives give to all ranks.
+    None if the value follows from anything else but constants and what collectives give to all ranks.
     """
     found: set[int] = set()
     seen: set[int] = set()
@@ -250,7 +228,7 @@ def _variables_read(value: object, by_handle: dict[int, AnyVariable]) -> set[int
             pending.append(op.inputs[tensor.value_index])
         elif op.type in _SAME_ON_ALL_RANKS:
             continue
-        elif op.type in _CALLS or op.type.startswith(_COLLECTIVE) or (op.op_def.is_stateful and op.type not in _READS):
+        elif op.type in _CALLS or is_collective(op.type) or (op.op_def.is_stateful and op.type not in _READS):
             return None
         else:
             pending.extend(op.inputs)
@@ -258,27 +236,22 @@ def _variables_read(value: object, by_handle: dict[int, AnyVariable]) -> set[int
 
 
 def depends_on_rows(value: object, data: Tensors) -> bool:
-    """Return True if a value depends on the rows of a batch, without a collective in between.
+    """Return True if a value of a step's graph depends on the rows of its batch, without a collective in between."""
+    return _use_of_gradient(value, _tensors_of(data), is_gradient=True) is not None
 
-    Args:
-        value: a tensor of the graph of a step, or several.
-        data: the batch of the step.
-    """
-    batch = [x for x in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(x)]
-    return _use_of_gradient(value, batch, is_gradient=True) is not None
+
+def _tensors_of(data: Tensors) -> list[tf.Tensor]:
+    return [x for x in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(x)]
 
 
 def _use_of_gradient(value: object, batch: Sequence[tf.Tensor], *, is_gradient: bool = False) -> _GradientUse | None:
     """Return how a value depends on a gradient of ``batch`` that no collective has combined; None if it does not.
 
-    Args:
-        value: a tensor of the graph of a step, or several.
-        batch: the tensors of the batch.
-        is_gradient: True if ``value`` counts as a gradient.
+    With ``is_gradient``, the value counts as a gradient.
     """
     graphs = {x.graph for x in batch}  # of the step, whose other arguments are not the batch
     batch_references = {x.ref() for x in batch}
-    libraries: dict[int, dict[str, FunctionDef]] = {}
+    libraries: dict[int, Library] = {}  # by the ids of graphs
     seen: set[tuple[object, ...]] = set()
     pending = [_Visit(tensor, is_gradient) for tensor in tf.nest.flatten(value, expand_composites=True)]
     uses: list[_GradientUse] = []
@@ -302,11 +275,15 @@ def _use_of_gradient(value: object, batch: Sequence[tf.Tensor], *, is_gradient: 
             pending.extend(visit._replace(tensor=each) for each in outer)
             continue
         key = (op, *visit[1:])
-        if key in seen or op.type in _SHAPES or op.type.startswith(_COLLECTIVE):
+        if key in seen or op.type in _SHAPES or is_collective(op.type):
             continue
         seen.add(key)
-        nodes = _nodes_inside(op, libraries) if op.type in _CALLS else []
-        if any(node.op.startswith(_COLLECTIVE) for node in nodes):
+        nodes: list[tf.compat.v1.NodeDef] = []
+        if op.type in _CALLS:
+            if id(op.graph) not in libraries:
+                libraries[id(op.graph)] = Library(op.graph)
+            nodes = list(libraries[id(op.graph)].nodes(op.node_def.attr))
+        if any(is_collective(node.op) for node in nodes):
             continue
         inputs = [x for x in op.inputs if x.dtype not in (tf.resource, tf.variant)]
         is_gradient = visit.is_gradient or any(
@@ -331,36 +308,10 @@ def _is_linear_product(op: tf.Operation, batch: Sequence[tf.Tensor]) -> bool:
     return not second if op.type.startswith(("Real", "Div")) else not (first and second)
 
 
-def _nodes_inside(op: tf.Operation, libraries: dict[int, dict[str, FunctionDef]]) -> list[NodeDef]:
-    """Return the nodes of the functions that ``op`` calls. ``libraries`` caches those of each graph."""
-    if id(op.graph) not in libraries:
-        functions = op.graph.as_graph_def().library.function
-        libraries[id(op.graph)] = {each.signature.name: each for each in functions}
-    library = libraries[id(op.graph)]
-    nodes: list[NodeDef] = []
-    names = _called(op.node_def)
-    seen: set[str] = set()
-    while names:
-        name = names.pop()
-        if name in seen or name not in library:
-            continue
-        seen.add(name)
-        for node in library[name].node_def:
-            nodes.append(node)
-            names += _called(node)
-    return nodes
-
-
-def _select_rows(nodes: Sequence[NodeDef]) -> bool:
+def _select_rows(nodes: Sequence[tf.compat.v1.NodeDef]) -> bool:
     """Return True if nodes of functions select rows of a tensor, not a number of its shape."""
     shapes = {node.name for node in nodes if node.op in _SHAPES}
     return any(node.op in _SELECTIONS and node.input[0].split(":")[0] not in shapes for node in nodes)
-
-
-def _called(node: NodeDef) -> list[str]:
-    """Return the names of the functions in the attributes of a node."""
-    functions = [f for attr in node.attr.values() for f in ([attr.func] if attr.HasField("func") else attr.list.func)]
-    return [function.name for function in functions]
 
 
 # ---- reads after updates --------------------------------------------------------------------------------------------
@@ -369,11 +320,7 @@ def _called(node: NodeDef) -> list[str]:
 def warn_of_reads_after_update(variables: list[AnyVariable], data: Tensors) -> None:
     """Warn on the chief, once, of variables that the step in the current graph reads after it has assigned to them.
 
-    Call it after the step. In eager mode it does nothing.
-
-    Args:
-        variables: those that are combined after the step.
-        data: the batch of the step.
+    Call it after the step, for the variables that are combined then. In eager mode it does nothing.
     """
     if not tf.inside_function() or not cluster.is_chief():
         return
@@ -404,7 +351,7 @@ def _is_used_after_update(graph: tf.Graph, handle: tf.Tensor, data: Tensors) -> 
         if op in seen:
             continue
         seen.add(op)
-        if op.type.startswith(_COLLECTIVE):
+        if is_collective(op.type):
             return True
         pending.extend(user for output in op.outputs for user in output.consumers())
     return False

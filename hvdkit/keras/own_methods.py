@@ -54,18 +54,14 @@ def call_own(
     """Call the model's own method; what it passes to Keras's method goes to ``function``, in which it has no own one.
 
     Args:
-        model: a Keras model.
-        name: the method's name.
+        model, name: a Keras model, and the name of the method.
         function: hvdkit's function, whose defaults are left out of the call.
         arguments: the arguments of ``function`` by name.
         run: called with the model and Keras's arguments by name, in place of ``function``.
-
-    Returns:
-        What the method returns.
     """
     defaults = {key: parameter.default for key, parameter in inspect.signature(function).parameters.items()}
     given = {key: value for key, value in arguments.items() if not _is_default(value, defaults[key])}
-    position = [given.pop(key) for key in ("x", "y") if key in given and ("x" in arguments)]
+    position = [given.pop(key) for key in ("x", "y") if key in given]
     with _intercepting(model, name, run or function):
         return getattr(model, name)(*position, **given)
 

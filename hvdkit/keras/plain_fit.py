@@ -7,6 +7,7 @@ own comparisons and needs none of this.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple, SupportsFloat, TypeGuard
 
@@ -27,6 +28,7 @@ from hvdkit.keras.attribute_swap import exchange_attributes
 from hvdkit.keras.chief import StopRequest, is_on_chief
 from hvdkit.keras.compiled_functions import jit_mode, makers_of, uses_whole_step
 from hvdkit.keras.fit_session import end_of_plain_fit, is_running
+from hvdkit.keras.measured_function import Function
 from hvdkit.keras.model_optimizers import optimizers_of
 from hvdkit.keras.rank_state import compare_state, digests_of, state_of
 from hvdkit.keras.supervised_fit import is_supervised
@@ -77,11 +79,7 @@ class _EpochEnd(NamedTuple):
 
 
 class PlainFitChecks:
-    """Compares the ranks in Keras's own ``fit`` of a model. Kept with the model, for its next ``fit``.
-
-    Args:
-        model: a Keras model with distributed optimizers.
-    """
+    """Compares the ranks in Keras's own ``fit`` of a model. Kept with the model, for its next ``fit``."""
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
@@ -95,11 +93,8 @@ class PlainFitChecks:
         self._error: Exception | None = None  # of a callback of the chief only, at the end of an epoch
         # Whether the rows of this epoch are read, and their digest. One variable, as each costs two calls in a step.
         self._rows = untracked_variable(np.zeros(2, np.int64), tf.int64, "hvdkit_rows")
-        # Attributes that are replaced during fit.
-        self._of_model: dict[str, object] = {}
-        self._of_history: dict[str, object] = {}
-        self._of_callbacks: list[tuple[keras.callbacks.Callback, dict[str, object]]] = []
-        self._train_function: _ReportingStep | None = None  # which reads rows
+        self._changes = contextlib.ExitStack()  # undoes at the end of this fit what it has changed
+        self._train_function: Function | None = None  # which reads rows
 
     @classmethod
     def of(cls, model: keras.Model) -> PlainFitChecks | None:
@@ -123,56 +118,24 @@ class PlainFitChecks:
         self._history = history
         self._optimizers = optimizers_of(self._model)
         mark_checked(self._optimizers, True)
+        self._changes.callback(mark_checked, self._optimizers, False)
         hooks = {"on_epoch_end": self._after(history.on_epoch_end, self._compare_epoch)}
         hooks["on_train_end"] = self._after(history.on_train_end, self._finish)
-        self._of_history = exchange_attributes(history, hooks)
+        self._replace(history, hooks)
         end_of_plain_fit.set(self._model, self.release)
 
     def begin_epoch(self, callback: keras.callbacks.Callback) -> None:
-        """Before the first epoch, compare the beginning of ``fit``. Every rank must call it.
-
-        Raises:
-            CollectiveMismatchError: as for :meth:`_begin`.
-        """
-        begins = self._owner is callback and not self._has_begun
-        if begins:
-            self._has_begun = True
-            self._begin(callback.params or {})
-
-    def release(self) -> None:
-        """Undo what the current or last ``fit`` has changed."""
-        mark_checked(self._optimizers, False)
-        exchange_attributes(self._model, self._of_model)
-        exchange_attributes(self._history, self._of_history)
-        for callback, hooks in self._of_callbacks:
-            exchange_attributes(callback, hooks)
-        self._owner = None
-        self._has_begun = False
-        self._optimizers = []
-        self._of_model = {}
-        self._of_history = {}
-        self._of_callbacks = []
-        self._stop_request = StopRequest()
-        self._error = None
-
-    @staticmethod
-    def _after(hook: Callable[..., None], then: Callable[..., None]) -> Callable[..., None]:
-        def both(*args: object, **kwargs: object) -> None:
-            hook(*args, **kwargs)
-            then(*args, **kwargs)
-
-        return both
-
-    # ---- before the first batch ---------------------------------------------------------------------------------
-
-    def _begin(self, params: Mapping[str, object]) -> None:
-        """Compare the ranks, and give them the chief's weights.
+        """Before the first epoch, compare the ranks, and give them the chief's weights. Every rank must call it.
 
         Raises:
             ValueError: a BatchNormalization is not synchronized.
             CollectiveMismatchError: the number of steps or the use of XLA differs between ranks, several ranks write to
                 one path, or with ``process_set`` the weights differ.
         """
+        params = callback.params or {}
+        if self._owner is not callback or self._has_begun:
+            return
+        self._has_begun = True
         model = self._model
         self._group = ranks_of(self._optimizers[0])
         slots = [v for optimizer in self._optimizers for v in slots_of(optimizer)]
@@ -195,6 +158,29 @@ class PlainFitChecks:
         self._replace_step()
         self._replace_hooks()
 
+    def release(self) -> None:
+        """Undo what the current or last ``fit`` has changed."""
+        self._changes.close()
+        self._owner = None
+        self._has_begun = False
+        self._optimizers = []
+        self._stop_request = StopRequest()
+        self._error = None
+
+    def _replace(self, target: object, attributes: Mapping[str, object]) -> None:
+        """Replace attributes of ``target`` until the end of this ``fit``."""
+        self._changes.callback(exchange_attributes, target, exchange_attributes(target, attributes))
+
+    @staticmethod
+    def _after(hook: Callable[..., None], then: Callable[..., None]) -> Callable[..., None]:
+        def both(*args: object, **kwargs: object) -> None:
+            hook(*args, **kwargs)
+            then(*args, **kwargs)
+
+        return both
+
+    # ---- before the first batch ---------------------------------------------------------------------------------
+
     def _replace_hooks(self) -> None:
         """Have what callbacks of the chief only decide wait for the end of the epoch, where all ranks learn of it."""
         for callback in running_callbacks(lambda other: other is self._model):
@@ -202,7 +188,7 @@ class PlainFitChecks:
                 own = {name: getattr(callback, name) for name in _HOOKS}
                 changed = {name: hook for name, hook in own.items() if not is_default(hook)}
                 hooks = {name: self._deferring(callback, name, hook) for name, hook in changed.items()}
-                self._of_callbacks.append((callback, exchange_attributes(callback, hooks)))
+                self._replace(callback, hooks)
 
     def _deferring(
         self, callback: keras.callbacks.Callback, name: str, hook: Callable[..., None]
@@ -237,12 +223,12 @@ class PlainFitChecks:
         attributes: dict[str, object] = {"train_step": reading_rows, **makers_of(model)}
         if model.jit_compile and not uses_whole_step(model):
             attributes["_jit_compile"] = False  # of a whole step, which has no exchanges
-        self._of_model = exchange_attributes(model, attributes)
+        self._replace(model, attributes)
         if model.train_function is self._train_function is not None:  # traced in an earlier fit
             return
         object.__setattr__(model, "train_function", None)  # bypass Keras's tracking
         model.make_train_function()
-        self._train_function = _ReportingStep(model.train_function)
+        self._train_function = _reporting(model.train_function)
         object.__setattr__(model, "train_function", self._train_function)
 
     # ---- after an epoch -----------------------------------------------------------------------------------------
@@ -281,7 +267,11 @@ class PlainFitChecks:
         compare_state([each.state for each in ranks], exchange.ranks, remedy="use hk.fit, and ")
         warn_of_full_buckets(model.trainable_variables)
         common = [name for name in known if all(name in each.logs for each in ranks)]
-        names = [name for name in common if any(not _is_same(each.logs[name], known[name]) for each in ranks)]
+        names = [
+            name
+            for name in common
+            if not all(np.array_equal(each.logs[name], known[name], equal_nan=True) for each in ranks)
+        ]
         if names:
             values = ", ".join(f"{each.logs[names[0]]}" for each in ranks)
             got = f"{names[0]} differs between ranks ({values} in rank order), also for callbacks and History"
@@ -293,11 +283,7 @@ class PlainFitChecks:
         self._rows.assign([0, 0])
 
     def _finish(self, logs: Mapping[str, npt.ArrayLike] | None = None) -> None:
-        """Compare the weights, and average moving statistics. Every rank must call it.
-
-        Raises:
-            CollectiveMismatchError: the weights differ.
-        """
+        """Raise CollectiveMismatchError if weights differ; average moving statistics. Every rank must call it."""
         try:
             if self._has_begun:
                 compare_end(self._model.trainable_variables, self._group)
@@ -330,24 +316,17 @@ def _is_real(value: npt.ArrayLike) -> TypeGuard[SupportsFloat]:
     return np.ndim(value) == 0 and np.issubdtype(np.asarray(value).dtype, np.number)
 
 
-def _is_same(value: float, other: float) -> bool:
-    return value == other or (value != value and other != other)
-
-
 def _rate(optimizer: keras.Optimizer) -> float | None:
     rate = getattr(optimizer, "learning_rate", None)
     return None if rate is None else float(np.asarray(rate))
 
 
-class _ReportingStep:
-    """A model's ``train_function`` that reports exceptions to the watchdog."""
+def _reporting(step: Function) -> Function:
+    """Return a model's ``train_function`` that reports exceptions to the watchdog."""
 
-    def __init__(self, step: Callable[[Iterator[object]], object]) -> None:
-        self._step = step
-
-    def __call__(self, iterator: Iterator[object]) -> object:
+    def reporting(iterator: Iterator[object]) -> object:
         try:
-            return self._step(iterator)
+            return step(iterator)
         except (StopIteration, tf.errors.OutOfRangeError):  # the end of the data
             raise
         except Exception as error:
@@ -355,3 +334,5 @@ class _ReportingStep:
             if explained is error:
                 raise
             raise explained from (error if isinstance(explained, ClusterError) else error.__cause__)
+
+    return reporting

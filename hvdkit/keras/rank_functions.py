@@ -53,28 +53,18 @@ _OF_KERAS = frozenset(vars(keras.layers.Layer()))
 
 
 class LayerOutput(NamedTuple):
-    """A summary of what one call of a layer has computed.
+    """A summary of what one call of a layer has computed."""
 
-    Attributes:
-        layer: the layer's index in the model.
-        scale: the largest magnitude.
-        values: float64 ``[n]``, samples and projections of the outputs.
-        is_half: whether an output has 16 bits.
-    """
-
-    layer: int
-    scale: float
-    values: np.ndarray
-    is_half: bool
+    layer: int  # the layer's index in the model
+    scale: float  # the largest magnitude
+    values: np.ndarray  # float64 [n], samples and projections of the outputs
+    is_half: bool  # whether an output has 16 bits
 
 
 def store_once(is_stored: tf.Variable, tensors: Sequence[tf.Tensor], store: Callable[..., None]) -> None:
     """Call ``store`` with the values of ``tensors``, in the first step that runs or again once ``is_stored`` is False.
 
-    Args:
-        is_stored: a bool variable.
-        tensors: of a step, in eager mode or in a graph.
-        store: a function, or a method, which the caller keeps: TensorFlow never frees a numpy_function.
+    The caller keeps ``store``, a function or a method: TensorFlow never frees a numpy_function.
     """
     if tf.executing_eagerly():
         if not bool(is_stored):
@@ -142,67 +132,10 @@ def rows_to_compare(model: keras.Model) -> int:
     return next(fixed, ROWS)
 
 
-def compare_functions(
-    model: keras.Model, rows: Tensors, *, tests_rows: bool, trains: bool, is_reading: bool = False
-) -> None:
-    """Compare what the ranks' models compute. Every rank must call it; variables and seeds are unchanged.
-
-    Args:
-        model: a built Keras model.
-        rows: a few rows of inputs, equal on all ranks; None to make them up, for models with known inputs.
-        tests_rows: whether a model that compares the rows of a batch is an error.
-        trains: whether the model is trained, and not only evaluated.
-        is_reading: whether other threads read data, and may use Python's and NumPy's generators.
-
-    Raises:
-        CollectiveMismatchError: on some rank, a layer computes other outputs; the message names the first one.
-        HvdkitError: what the model computes for a row depends on the other rows of its batch.
-    """
-    with unchanged(model, generators=not is_reading):
-        if state := replicated_state(model._flatten_layers()):
-            broadcast_variables(state)  # each rank's rows may have changed it, in the first batch or an earlier run
-        coupled = couples_rows(model, rows, trains=trains) if tests_rows and rows is not None else ""
-        outputs = _layer_outputs(model, rows)
-        expected = broadcast_object(outputs)
-        exchange = cluster.exchange()
-        kind = "the outputs of the model's layers"
-        found = gather(exchange, kind, lambda: (bool(_differing(outputs, expected)), coupled))
-        if when := next((when for _, when in found if when), ""):
-            refuse_coupled_rows(model, when)
-        if not any(differs for differs, _ in found):
-            return
-        again = _layer_outputs(model, rows)
-        repeatable = _repeatable(outputs, again)
-        repeatable &= broadcast_object(repeatable)
-        calls = gather(exchange, kind, lambda: [n for n in _differing(outputs, expected) if n in repeatable])
-        first = min((numbers[0] for numbers in calls if numbers), default=None)
-        if first is None:
-            return
-        layer = list(model._flatten_layers())[expected[first].layer]
-        holdings = gather(exchange, kind, lambda: _holdings(layer))
-    odd = next(index for index, numbers in enumerate(calls) if first in numbers)
-    raise CollectiveMismatchError(_message(layer, exchange.ranks[odd], holdings[odd], holdings[0]))
-
-
-def _message(layer: keras.layers.Layer, rank: int, got: Mapping[str, str], expected: Mapping[str, str]) -> str:
-    names = sorted(name for name in {**got, **expected} if got.get(name) != expected.get(name))
-    shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
-    why = f"which holds another {shown}"
-    if not names:
-        held = ", ".join(sorted(expected)[:_NAMES_SHOWN])
-        why = f"which holds, besides variables, {held}" if held else "which reads something that differs between ranks"
-    name = f"layer {layer.name!r} ({type(layer).__name__})"
-    what = f"other outputs of {name} for the same rows on rank {rank}, {why}"
-    page = see("pitfalls#losses-layers-and-random-numbers")
-    return describe("model", what, "the outputs of rank 0", f"{CONSTANTS_REMEDY}; {page}")
-
-
 class FunctionComparison:
     """Compares a model once in evaluation or prediction, and once in training.
 
-    Args:
-        model: a Keras model.
-        tests_rows: returns whether a model that compares the rows of a batch is an error.
+    ``tests_rows`` returns whether a model that compares the rows of a batch is an error.
     """
 
     def __init__(self, model: keras.Model, tests_rows: Callable[[], bool]) -> None:
@@ -246,7 +179,55 @@ class FunctionComparison:
         return all(gather(cluster.exchange(), "whether the model is built", lambda: is_complete(self._model)))
 
     def _compare(self, rows: Tensors, *, is_reading: bool = False) -> None:
-        compare_functions(self._model, rows, tests_rows=self._tests_rows(), trains=self._trains, is_reading=is_reading)
+        """Compare what the ranks' models compute. Every rank must call it; variables and seeds are unchanged.
+
+        Args:
+            rows: a few rows of inputs, equal on all ranks; None to make them up, for models with known inputs.
+            is_reading: whether other threads read data, and may use Python's and NumPy's generators.
+
+        Raises:
+            CollectiveMismatchError: on some rank, a layer computes other outputs; the message names the first one.
+            HvdkitError: what the model computes for a row depends on the other rows of its batch.
+        """
+        model = self._model
+        tests_rows = self._tests_rows() and rows is not None
+        with unchanged(model, generators=not is_reading):
+            if state := replicated_state(model._flatten_layers()):
+                broadcast_variables(state)  # each rank's rows may have changed it, in the first batch or an earlier run
+            coupled = couples_rows(model, rows, trains=self._trains) if tests_rows else ""
+            outputs = _layer_outputs(model, rows)
+            expected = broadcast_object(outputs)
+            exchange = cluster.exchange()
+            kind = "the outputs of the model's layers"
+            found = gather(exchange, kind, lambda: (bool(_differing(outputs, expected)), coupled))
+            if when := next((when for _, when in found if when), ""):
+                refuse_coupled_rows(model, when)
+            if not any(differs for differs, _ in found):
+                return
+            again = _layer_outputs(model, rows)
+            repeatable = set(range(min(len(outputs), len(again)))) - set(_differing(outputs, again))
+            repeatable &= broadcast_object(repeatable)  # calls that have computed the same twice, also on the chief
+            calls = gather(exchange, kind, lambda: [n for n in _differing(outputs, expected) if n in repeatable])
+            first = min((numbers[0] for numbers in calls if numbers), default=None)
+            if first is None:
+                return
+            layer = list(model._flatten_layers())[expected[first].layer]
+            holdings = gather(exchange, kind, lambda: _holdings(layer))
+        odd = next(index for index, numbers in enumerate(calls) if first in numbers)
+        raise CollectiveMismatchError(_message(layer, exchange.ranks[odd], holdings[odd], holdings[0]))
+
+
+def _message(layer: keras.layers.Layer, rank: int, got: Mapping[str, str], expected: Mapping[str, str]) -> str:
+    names = sorted(name for name in {**got, **expected} if got.get(name) != expected.get(name))
+    shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
+    why = f"which holds another {shown}"
+    if not names:
+        held = ", ".join(sorted(expected)[:_NAMES_SHOWN])
+        why = f"which holds, besides variables, {held}" if held else "which reads something that differs between ranks"
+    name = f"layer {layer.name!r} ({type(layer).__name__})"
+    what = f"other outputs of {name} for the same rows on rank {rank}, {why}"
+    page = see("pitfalls#losses-layers-and-random-numbers")
+    return describe("model", what, "the outputs of rank 0", f"{CONSTANTS_REMEDY}; {page}")
 
 
 class _Stop(Exception):
@@ -285,7 +266,8 @@ def _recording(
     layer: keras.layers.Layer, index: int, outputs: list[LayerOutput], called: set[int]
 ) -> Callable[..., object]:
     call = layer.call
-    has_shard = any(holding_of(v) is not None for v in _own_variables(layer))
+    own = (*getattr(layer, "_trainable_variables", ()), *getattr(layer, "_non_trainable_variables", ()))
+    has_shard = any(holding_of(v) is not None for v in own)
     count = 0
 
     def recorded(*args: object, **kwargs: object) -> object:
@@ -301,10 +283,6 @@ def _recording(
         return result
 
     return recorded
-
-
-def _own_variables(layer: keras.layers.Layer) -> list[keras.Variable]:
-    return [*getattr(layer, "_trainable_variables", ()), *getattr(layer, "_non_trainable_variables", ())]
 
 
 def _made_rows(model: keras.Model) -> Tensors:
@@ -324,8 +302,7 @@ def _made_rows(model: keras.Model) -> Tensors:
 
 
 def _summary(layer: int, tensors: Sequence[AnyTensor]) -> LayerOutput:
-    arrays = [np.ravel(_numbers(tensor)) for tensor in tensors]
-    values = np.concatenate(arrays) if arrays else np.zeros(0)
+    values = np.concatenate([np.ravel(_numbers(tensor)) for tensor in tensors])
     values = np.nan_to_num(values, posinf=0.0, neginf=0.0)
     step = max(1, values.size // _SAMPLES)
     projections = projections_of(values) / max(1, values.size) ** 0.5
@@ -371,20 +348,10 @@ def _differing(outputs: Sequence[LayerOutput], expected: Sequence[LayerOutput]) 
     return found
 
 
-def _repeatable(outputs: Sequence[LayerOutput], again: Sequence[LayerOutput]) -> set[int]:
-    """Return the numbers of the calls that have computed the same twice."""
-    return set(range(min(len(outputs), len(again)))) - set(_differing(outputs, again))
-
-
 def _holdings(layer: keras.layers.Layer) -> dict[str, str]:
     """Return the names of what ``layer`` holds or reads that is not a Keras variable, each with a digest."""
     found: dict[str, str] = {}
-    with contextlib.suppress(Exception):  # such as a property that raises; the message then has fewer names
-        _collect_holdings(layer, found)
-    return found
 
-
-def _collect_holdings(layer: keras.layers.Layer, found: dict[str, str]) -> None:
     def collect(name: str, value: object, depth: int) -> None:
         if isinstance(value, (keras.Variable, keras.layers.Layer, keras.metrics.Metric, types.ModuleType, type)):
             return
@@ -401,13 +368,15 @@ def _collect_holdings(layer: keras.layers.Layer, found: dict[str, str]) -> None:
             for key, item in list(getattr(value, "__dict__", {}).items()):
                 collect(f"{name}.{key}", item, depth + 1)
 
-    for name, value in list(vars(layer).items()):
-        if name not in _OF_KERAS and not name.startswith(("_self_", "_hvdkit")):
-            collect(name, value, 0)
-    if not is_of_keras(type(layer)):
-        collect("call", getattr(layer.call, "__func__", layer.call), 0)
-    if vocabulary := vocabulary_of(layer):
-        found["vocabulary"] = vocabulary
+    with contextlib.suppress(Exception):  # such as a property that raises; the message then has fewer names
+        for name, value in list(vars(layer).items()):
+            if name not in _OF_KERAS and not name.startswith(("_self_", "_hvdkit")):
+                collect(name, value, 0)
+        if not is_of_keras(type(layer)):
+            collect("call", getattr(layer.call, "__func__", layer.call), 0)
+        if vocabulary := vocabulary_of(layer):
+            found["vocabulary"] = vocabulary
+    return found
 
 
 def _read_by(function: types.FunctionType) -> dict[str, object]:

@@ -125,13 +125,9 @@ def has_rule(variable: AnyVariable) -> bool:
 
 
 class StateCombiner:
-    """Combines the state of a model after a training step, by the rules of :func:`synchronize`.
+    """Combines the state of a model after a training step over a group, by the rules of :func:`synchronize`.
 
-    Create it before the step, and call :meth:`combine` after it.
-
-    Args:
-        model: a Keras model with all its variables.
-        group: the ranks with different rows.
+    Create it before the step, when the model has all its variables, and call :meth:`combine` after it.
     """
 
     def __init__(self, model: keras.Model, group: cluster.Group) -> None:
@@ -191,7 +187,7 @@ def state_of(model: keras.Model) -> list[StateVariable]:
     rank, and vectors of SpectralNormalization, which follow from the weights.
     """
     layers = list(model._flatten_layers())
-    excluded = [v for metric in model.metrics for v in metric.variables]
+    excluded = list(model.metrics_variables)
     for layer in layers:
         excluded += [v for metric in getattr(layer, "_metrics", ()) for v in metric.variables]
         if isinstance(layer, keras.layers.BatchNormalization):
@@ -238,13 +234,11 @@ def compare_constants(model: keras.Model) -> None:
     """Compare arrays and tensors in attributes of layers, and vocabularies, which no variable holds.
 
     Every rank calls it. Attributes whose names begin with ``_`` are skipped, and so are hvdkit's layers, which hold
-    parts of tables.
-
-    Raises:
-        CollectiveMismatchError: they differ; the message names the first.
+    parts of tables. If they differ, all ranks raise CollectiveMismatchError, which names the first.
     """
     constants: dict[str, str] = {}
-    for number, layer in enumerate(model._flatten_layers()):
+    layers = list(model._flatten_layers())
+    for number, layer in enumerate(layers):
         if type(layer).__module__.startswith("hvdkit."):
             continue
         for attribute, value in list(vars(layer).items()):
@@ -255,7 +249,6 @@ def compare_constants(model: keras.Model) -> None:
             constants[f"{number}.vocabulary"] = xxhash.xxh3_128_hexdigest(vocabulary.encode())
     if not constants:
         return
-    layers = list(model._flatten_layers())
 
     def difference(odd: dict[str, str], usual: dict[str, str]) -> tuple[str, str]:
         name = next(key for key in {**usual, **odd} if odd.get(key) != usual.get(key))
@@ -285,15 +278,12 @@ def digests_of(state: Sequence[StateVariable]) -> list[tuple[str, bytes]]:
 
 
 def compare_state(ranks: Sequence[list[tuple[str, bytes]]], numbers: Sequence[int], *, remedy: str = "") -> None:
-    """Raise if the state of the model differs between ranks.
+    """Raise CollectiveMismatchError if the state of the model differs between ranks.
 
     Args:
         ranks: the result of :func:`digests_of` on each rank.
         numbers: the numbers of these ranks.
         remedy: what to do first, for the message.
-
-    Raises:
-        CollectiveMismatchError: it differs; the message names the variables and the remedies.
     """
     # Keras numbers layers per process, so the names of one variable may differ between ranks.
     outlier = find_outlier([[value for _, value in digests] for digests in ranks])

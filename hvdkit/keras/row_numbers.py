@@ -19,17 +19,10 @@ _COPIES = {"Cast", "Identity"}
 
 @contextlib.contextmanager
 def refusing_rows_by_number(step: str, data: Tensors) -> Iterator[None]:
-    """Raise if the step traced in this context takes another row of its batch than the first one by its number.
+    """Raise HvdkitError if the step traced in this context takes another row of its batch than the first by its number.
 
     Each rank has other rows at that place. The first row is often taken where all rows are equal. In eager mode it does
     nothing.
-
-    Args:
-        step: for the message.
-        data: the batch of the step.
-
-    Raises:
-        HvdkitError: it does.
     """
     tensors = [x for x in tf.nest.flatten(data) if tf.inside_function() and isinstance(x, tf.Tensor)]
     try:

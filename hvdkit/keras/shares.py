@@ -58,10 +58,9 @@ class DataRank:
         return self.index * rows // self.size, (self.index + 1) * rows // self.size
 
     def bounds_and_info(self, rows: int | tf.Tensor) -> tuple[int | tf.Tensor, int | tf.Tensor, dict[str, tf.Tensor]]:
-        """Return the bounds of the rows to process, and ``info``; for an empty share, the bounds of the first row.
+        """Return the bounds of the rows to process, and ``info``, for a batch of ``rows``: an int, or a scalar tensor.
 
-        Args:
-            rows: number of rows of the global batch; an int or an int scalar tensor.
+        For an empty share, they are the bounds of the first row.
         """
         start, end = self.bounds(rows)
         info: dict[str, tf.Tensor] = {"rows": tf.cast(rows, tf.int32)}
@@ -148,8 +147,10 @@ class BatchDivision:
             expected = "a tensor with rows to divide"
             raise ValueError(describe("hk.data.divide: parts", got, expected, "call dataset.batch(batch_size)"))
         lengths = [_static_length(x) for _, x in divided]
-        self._is_static = None not in lengths and None not in [x.shape.rank for _, x in divided]
-        if self._is_static and not self._is_divisible([length for length in lengths if length is not None]):
+        known = [length for length in lengths if length is not None]
+        self._is_static = len(known) == len(divided) and all(x.shape.rank is not None for _, x in divided)
+        is_divisible = self._is_declared and all(length % data_rank.size == 0 for length in known)
+        if self._is_static and len(set(known)) > 1 and not is_divisible:
             raise self._error(lengths)
 
     def rows(self, data: Tensors) -> int | tf.Tensor:
@@ -183,11 +184,6 @@ class BatchDivision:
     def _divided(self, data: Tensors) -> list[AnyTensor]:
         pairs = zip(tree.flatten(data), tree.flatten(self._rules), strict=True)
         return [x for x, rule in pairs if rule == ROWS and _has_rows(x)]
-
-    def _is_divisible(self, lengths: list[int]) -> bool:
-        return len(set(lengths)) <= 1 or (
-            self._is_declared and all(length % self._data_rank.size == 0 for length in lengths)
-        )
 
     def _refuse(self, lengths: np.ndarray) -> bool:
         self.problem = self._error(lengths.tolist())
@@ -246,11 +242,7 @@ class LateAdapter(DataAdapter):
 
     Keras reads the first two batches to learn their dtypes. It reads those of validation data after the first epoch of
     training: sources that draw random numbers, and those that share NumPy's generator with the training data, have
-    other batches if they are read earlier.
-
-    Args:
-        make: returns the adapter.
-        num_batches: the number of batches; None if unknown.
+    other batches if they are read earlier. ``num_batches`` is None if the number of batches is unknown.
     """
 
     def __init__(self, make: Callable[[], DataAdapter], num_batches: int | None) -> None:
@@ -299,8 +291,6 @@ class Shares(DataAdapter):
         may_start_mid_data: whether an epoch may start in the middle of the data, as with ``steps_per_epoch``.
         parts: how each tensor of a batch is divided (``hk.data.divide``); None if all have the same number of rows.
     """
-
-    _parts: Parts = None
 
     def __init__(
         self, inner: DataAdapter, data_rank: DataRank, *, may_start_mid_data: bool = False, parts: Parts = None
@@ -354,19 +344,18 @@ class Shares(DataAdapter):
         """Return the complete global batches for a single rank; the map only repacks its input, at no cost."""
         dataset = self.inner.get_tf_dataset()
         is_tuple = type(dataset.element_spec) is tuple  # tf.data does not unpack a NamedTuple
-        if self._parts is None:
-            return dataset.map(lambda *element: (element if is_tuple else element[0], {}))
-        division = BatchDivision(dataset.element_spec, self._parts, self.data_rank)
+        division = None if self._parts is None else BatchDivision(dataset.element_spec, self._parts, self.data_rank)
 
-        def with_rows(*element: Tensors) -> Element:
+        def with_info(*element: Tensors) -> Element:
             data = element if is_tuple else element[0]
-            return data, {"rows": tf.cast(division.rows(data), tf.int32)}
+            return data, {} if division is None else {"rows": tf.cast(division.rows(data), tf.int32)}
 
-        return dataset.map(with_rows)
+        return dataset.map(with_info)
 
     def _share_dataset(self) -> tf.data.Dataset:
-        spec = self.inner.get_tf_dataset().element_spec
-        self._division = division = BatchDivision(spec, self._parts, self.data_rank)
+        dataset = self.inner.get_tf_dataset()
+        self._division = division = BatchDivision(dataset.element_spec, self._parts, self.data_rank)
+        may_end_anywhere = self.may_end_anywhere
 
         def take(number: tf.Tensor, data: Tensors) -> Element:
             share, info = division.take(data)
@@ -376,9 +365,8 @@ class Shares(DataAdapter):
                 info["may_end_anywhere"] = tf.constant(True)
             return share, info
 
-        dataset = self.inner.get_tf_dataset().enumerate()
-        may_end_anywhere = self.may_end_anywhere
-        dataset = dataset.map(take, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
+        dataset = dataset.enumerate().map(take, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        dataset = dataset.prefetch(tf.data.AUTOTUNE)
         # A dataset of the user may need the autotuner.
         return dataset if isinstance(self.inner, TFDatasetAdapter) else dataset.with_options(untuned_options())
 

@@ -20,7 +20,7 @@ _BY_BATCH = {"compute_average_loss", "scale_regularization_loss"}  # of tf.nn: d
 
 def warn_of_sums(model: keras.Model) -> None:
     """Warn on the chief of sums over all elements in a model with its own ``train_step`` or ``compute_loss``."""
-    own = [name for name in ("train_step", "compute_loss") if _owner(model, name) is not None]
+    own = [name for name in ("train_step", "compute_loss") if has_own_method(model, name)]
     if not own or not cluster.is_chief() or cluster.group(cluster.DATA).size == 1:
         return
     found = sums_in(type(model))
@@ -78,10 +78,9 @@ def _name(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
-def _owner(model: keras.Model, name: str) -> type | None:
-    """Return the user's class that defines a method of ``model``."""
-    owner = next(each for each in type(model).__mro__ if name in vars(each))
-    return None if is_of_library(owner) else owner
+def has_own_method(model: keras.Model, name: str) -> bool:
+    """Return True if a class of the user defines a method of ``model``."""
+    return not is_of_library(next(each for each in type(model).__mro__ if name in vars(each)))
 
 
 def is_of_library(owner: type) -> bool:

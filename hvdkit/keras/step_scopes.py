@@ -36,10 +36,10 @@ from hvdkit.keras.attribute_swap import swap_attributes
 from hvdkit.keras.model_optimizers import optimizers_of
 from hvdkit.keras.rank_functions import projections_of
 from hvdkit.keras.rank_state import recurrent_states, state_of
-from hvdkit.keras.source_checks import is_of_library
+from hvdkit.keras.source_checks import has_own_method, is_of_library
 from hvdkit.keras.unchanged_models import random_layers_in_inference, unchanged, values_of
 from hvdkit.sharding.routing import reading_own_rows
-from hvdkit.sharding.shards import AnyVariable, differs_by_rank, is_seed_state
+from hvdkit.sharding.shards import AnyVariable, differs_by_rank
 
 if TYPE_CHECKING:
     import keras
@@ -97,16 +97,12 @@ class StepScope:
         return int(self._scopes[0])
 
     def check(self) -> None:
-        """Raise if the gradients of the first step do not combine.
-
-        Raises:
-            HvdkitError: on every rank.
-        """
+        """Raise HvdkitError, on every rank, if the gradients of the first step do not combine."""
         if self.gradient != COUPLED:
             return
         name = type(self._model).__name__
         layers = self._model._flatten_layers(include_self=False)
-        added = [layer.name for layer in layers if not is_of_library(type(layer)) and _calls_add_loss(layer)]
+        added = [layer.name for layer in layers if _calls_add_loss(layer)]
         regularized = [layer.name for layer in layers if has_own_activity_regularizer(layer)]
         got = f"train_step of {name}" + (f", with add_loss of {', '.join(added)}" if added else "")
         got += f", with the activity regularizer of {', '.join(regularized)}" if regularized else ""
@@ -121,16 +117,13 @@ class StepScope:
         raise HvdkitError(f"{message}; {see('pitfalls#losses-layers-and-random-numbers')}")
 
     def test(self, step: Step, data: Tensors, metrics: list[keras.Metric]) -> tf.Tensor:
-        """Test the step before its first update. What the step does must depend on the returned tensor.
+        """Test the model's own step and its ``metrics`` of numbers, on this rank's rows, before the first update.
 
-        Args:
-            step: the model's own step.
-            data: this rank's rows.
-            metrics: the metrics that average numbers.
+        What the step does must depend on the returned tensor.
         """
         leaves = tree.flatten(data)
-        present = [number for number, leaf in enumerate(leaves) if leaf is not None]
-        if not all(isinstance(leaves[number], tf.Tensor) and leaves[number].shape.rank != 0 for number in present):
+        values = [leaf for leaf in leaves if leaf is not None]
+        if not all(isinstance(value, tf.Tensor) and value.shape.rank != 0 for value in values):
             return tf.constant(False)
         self._metrics += [metric for metric in metrics if all(metric is not each for each in self._metrics)]
         for metric in metrics:
@@ -138,17 +131,15 @@ class StepScope:
         self._step = step
         reference = weakref.ref(self)  # TensorFlow never frees a numpy_function
         structure = tree.map_structure(lambda leaf: None, data)
+        has_value = [leaf is not None for leaf in leaves]
 
         def test(*arrays: np.ndarray) -> np.ndarray:
             scope = reference()
             assert scope is not None
-            copies: list[np.ndarray | None] = [None] * len(tree.flatten(structure))
-            for number, array in zip(present, arrays, strict=True):
-                copies[number] = array
-            return scope._test(tree.pack_sequence_as(structure, copies))
+            given = iter(arrays)
+            return scope._test(tree.pack_sequence_as(structure, [next(given) if each else None for each in has_value]))
 
         def decide() -> tf.Tensor:
-            values = [leaves[number] for number in present]
             if tf.executing_eagerly():
                 found = tf.constant(test(*(value.numpy() for value in values)))
             else:
@@ -162,11 +153,12 @@ class StepScope:
 
         return tf.cond(self._is_tested, self.is_sum.read_value, decide, name="hvdkit_test_step")
 
-    def scaled_for(self, metric: keras.Metric, value: tf.Tensor) -> tf.Tensor:
-        """Return a number for a metric that weights it by rows; if it is a sum over rows, times the ratio b / n_r."""
-        return self._scaled(value, self._places.get(id(metric)))
+    def scaled(self, key: int | str, value: tf.Tensor) -> tf.Tensor:
+        """Return a number that is then weighted by rows; if it is a sum over rows, times the ratio b / n_r.
 
-    def _scaled(self, value: tf.Tensor, place: int | None) -> tf.Tensor:
+        ``key`` is the id of the metric that gets it, or its name in the logs.
+        """
+        place = self._places.get(key)
         if place is None or not value.dtype.is_floating:
             return value
         is_sum = tf.equal(self._scopes.read_value()[place], SUM)
@@ -185,7 +177,8 @@ class StepScope:
         scaled = dict(logs)
         for name, value in logs.items():
             if _is_number(value):
-                scaled[name] = self._scaled(tf.convert_to_tensor(value), self._place(name))
+                self._place(name)
+                scaled[name] = self.scaled(name, tf.convert_to_tensor(value))
         return scaled
 
     # ---- the test -----------------------------------------------------------------------------------------------
@@ -200,36 +193,27 @@ class StepScope:
         half = number // 2
         try:
             with unchanged(self._model, generators=False), _functions_run_eagerly():
-                before = values_of(v for v in self._variables() if not is_seed_state(v))
+                before = values_of(self._variables())
                 bounds = [(0, number), (0, half), (half, number), (0, number)]
-                *runs, again = [self._run(data, start, stop, number, before) for start, stop in bounds]
+                runs = [self._run(data, start, stop, number, before) for start, stop in bounds]
         except Exception as error:  # e.g. a collective, a fixed batch size, or something that is not possible eagerly
             get_logger().debug("the step cannot be tested: %s: %s", type(error).__name__, error)
             return scopes
-        weights = half / number, (number - half) / number
-        tolerance = self._tolerance
-        whole = _joined(runs[0].gradients)
-        if whole.size and _distance(whole, _joined(again.gradients)) <= tolerance:
-            parts = [_joined(run.gradients) for run in runs[1:]]
-            scopes[0] = _scope(whole, parts, weights, tolerance)
+        share = half / number
+        gradients = [_joined(run.gradients) for run in runs]
+        if gradients[0].size:
+            scopes[0] = _scope(gradients, share, self._tolerance)
         for key in runs[0].numbers:
-            numbers = [np.array([run.numbers.get(key, np.nan)]) for run in [*runs, again]]
+            numbers = [np.array([run.numbers.get(key, np.nan)]) for run in runs]
             place = self._place(key)
-            if place is not None and _distance(numbers[0], numbers[3]) <= tolerance:
-                scopes[place] = _scope(numbers[0], numbers[1:3], weights, tolerance)
+            if place is not None:
+                scopes[place] = _scope(numbers, share, self._tolerance)
         return scopes
 
     def _run(
         self, data: Arrays, start: int, stop: int, number: int, before: list[tuple[AnyVariable, tf.Tensor]]
     ) -> _Run:
-        """Run the step on some rows, as a rank with these rows of a batch of ``number`` rows.
-
-        Args:
-            data: arrays, the rows of the batch.
-            start, stop: the rows of the rank.
-            number: rows of the batch.
-            before: variables with the values that they get afterwards.
-        """
+        """Run the step on some rows, as a rank with these rows of a batch of ``number`` rows; restore ``before``."""
         assert self._step is not None
         run = _Run()
         factor = tf.constant((stop - start) * cluster.group(cluster.DATA).size / number, tf.float64)
@@ -274,10 +258,10 @@ class StepScope:
         stack.enter_context(random_layers_in_inference(model._flatten_layers(include_self=False)))
 
     def _variables(self) -> list[AnyVariable]:
-        untracked = [each.variable for each in state_of(self._model)]
-        metrics = [v for metric in self._model.metrics for v in metric.variables]
-        recurrent = [v for layer in self._model._flatten_layers() for v in recurrent_states(layer)]
-        unique = {id(v): v for v in [*self._model.variables, *untracked, *metrics, *recurrent]}.values()
+        model = self._model
+        untracked = [each.variable for each in state_of(model)]
+        recurrent = [v for layer in model._flatten_layers() for v in recurrent_states(layer)]
+        unique = {id(v): v for v in [*model.variables, *untracked, *model.metrics_variables, *recurrent]}.values()
         return [v for v in unique if not differs_by_rank(v)]
 
 
@@ -295,25 +279,18 @@ def _functions_run_eagerly() -> Iterator[None]:
 def has_own_step(model: keras.Model, name: str) -> bool:
     """Return True if a model's class has its own step or loss, or in training a layer adds a loss of the user's.
 
-    Such losses come from ``add_loss`` and activity regularizers.
-
-    Args:
-        model: a Keras model.
-        name: "train" or "test".
+    Such losses come from ``add_loss`` and activity regularizers; ``name`` is "train" or "test".
     """
-    classes = type(model).__mro__
-    methods = (f"{name}_step", "compute_loss")
-    owners = [next(each for each in classes if method in vars(each)) for method in methods]
-    if any(not is_of_library(owner) for owner in owners):
+    if has_own_method(model, f"{name}_step") or has_own_method(model, "compute_loss"):
         return True
-    layers = list(model._flatten_layers())
-    own = [layer for layer in layers if not is_of_library(type(layer))]
-    return name == "train" and (any(map(_calls_add_loss, own)) or any(map(has_own_activity_regularizer, layers)))
+    layers = model._flatten_layers() if name == "train" else ()
+    return any(_calls_add_loss(layer) or has_own_activity_regularizer(layer) for layer in layers)
 
 
 def _calls_add_loss(layer: keras.layers.Layer) -> bool:
+    """Return True if the ``call`` of a user's layer calls ``add_loss``."""
     code = getattr(type(layer).call, "__code__", None)
-    return code is not None and "add_loss" in code.co_names
+    return not is_of_library(type(layer)) and code is not None and "add_loss" in code.co_names
 
 
 def has_own_activity_regularizer(layer: keras.layers.Layer) -> bool:
@@ -322,15 +299,20 @@ def has_own_activity_regularizer(layer: keras.layers.Layer) -> bool:
     return regularizer is not None and not str(regularizer.__module__).startswith(("keras.", "hvdkit."))
 
 
-def _scope(whole: np.ndarray, parts: list[np.ndarray], weights: tuple[float, float], tolerance: float) -> int:
-    """Return the scope of a value, given the values of the parts of a batch."""
-    first, second = parts
-    if not whole.shape == first.shape == second.shape or not np.isfinite(np.concatenate([whole, first, second])).all():
+def _scope(values: list[np.ndarray], share: float, tolerance: float) -> int:
+    """Return the scope of a value, given those of all rows, of both parts of them, and of all rows in another run.
+
+    ``share`` of the rows are in the first part. The scope of a random value is UNKNOWN.
+    """
+    whole, first, second, again = values
+    if any(each.shape != whole.shape for each in values) or not np.isfinite(np.concatenate(values)).all():
+        return UNKNOWN
+    if np.linalg.norm(whole - again) > tolerance * max(float(np.linalg.norm(whole)), 1e-30):
         return UNKNOWN
     largest = max(float(np.linalg.norm(each)) for each in (whole, first, second))
     if largest == 0:
         return UNKNOWN
-    is_mean = np.linalg.norm(whole - weights[0] * first - weights[1] * second) <= tolerance * largest
+    is_mean = np.linalg.norm(whole - share * first - (1 - share) * second) <= tolerance * largest
     is_sum = np.linalg.norm(whole - first - second) <= tolerance * largest
     if is_mean and is_sum:
         return UNKNOWN
@@ -341,13 +323,6 @@ def _tolerance_of(model: keras.Model) -> float:
     if any(layer.compute_dtype in ("float16", "bfloat16") for layer in model._flatten_layers()):
         return _HALF_TOLERANCE
     return _GPU_TOLERANCE if tf.config.list_logical_devices("GPU") else _TOLERANCE
-
-
-def _distance(first: np.ndarray, second: np.ndarray) -> float:
-    """Return the distance of two vectors relative to the first; infinite if they cannot be compared."""
-    if first.shape != second.shape or not np.isfinite(first).all():
-        return np.inf
-    return float(np.linalg.norm(first - second)) / max(float(np.linalg.norm(first)), 1e-30)
 
 
 def _joined(gradients: list[np.ndarray]) -> np.ndarray:

@@ -39,12 +39,9 @@ def outside_strategy() -> Iterator[None]:
 
 
 def check_no_scope() -> None:
-    """Check that the caller is not inside ``strategy.scope()``, where new variables would belong to the strategy.
+    """Raise HvdkitError inside ``strategy.scope()``, where new variables would belong to the strategy.
 
-    On one rank it never is: see :func:`outside_strategy`.
-
-    Raises:
-        HvdkitError: it is.
+    On one rank the caller never is: see :func:`outside_strategy`.
     """
     if tf.distribute.has_strategy():
         got = f"a call inside the scope of {type(tf.distribute.get_strategy()).__name__}"
@@ -54,8 +51,7 @@ def check_no_scope() -> None:
 def undistributed(data: T, argument: str) -> T | tf.data.Dataset:
     """Return the data; on one rank, the dataset that a strategy has distributed, with its global batches.
 
-    Raises:
-        HvdkitError: on several ranks, a strategy has distributed the data.
+    On several ranks, raise HvdkitError for such data.
     """
     if not isinstance(data, tf.distribute.DistributedDataset):
         return data
@@ -69,12 +65,7 @@ def undistributed(data: T, argument: str) -> T | tf.data.Dataset:
 
 
 def leave_strategy(model: keras.Model, optimizers: list[keras.Optimizer]) -> None:
-    """Make a model that was built under a strategy a plain one, permanently.
-
-    Args:
-        model: a Keras model.
-        optimizers: its optimizers.
-    """
+    """Make a model that was built under a strategy, with its optimizers, a plain one, permanently."""
     strategy = getattr(model, "_distribute_strategy", None)
     if strategy is None:
         return

@@ -24,10 +24,8 @@ def is_supervised(model: keras.Model) -> bool:
 def begin_supervision(model: keras.Model, *, of_plain_fit: bool) -> None:
     """Mark a model whose ``fit`` a Supervisor runs.
 
-    Args:
-        model: a Keras model.
-        of_plain_fit: Keras calls no hook at the end of its own ``fit`` if that raises. The model's next ``fit`` then
-            first calls :func:`end_supervision`; ``hk.fit`` always calls it.
+    Keras calls no hook at the end of its own ``fit`` if that raises. The model's next ``fit`` then first calls
+    :func:`end_supervision`; ``hk.fit`` always calls it.
     """
     end_supervision(model)
     fit = model.fit

@@ -29,8 +29,8 @@ from hvdkit.keras.moved_weights import warn_of_reads_after_update, watching_assi
 from hvdkit.keras.rank_state import StateCombiner, state_of
 from hvdkit.keras.row_numbers import refusing_rows_by_number
 from hvdkit.keras.shares import AnyTensor, Element, number_of_rows, slice_tensor
-from hvdkit.keras.source_checks import is_of_keras, warn_of_sums
-from hvdkit.keras.step_scopes import StepScope, has_own_activity_regularizer, has_own_step
+from hvdkit.keras.source_checks import is_of_keras, is_of_library, warn_of_sums
+from hvdkit.keras.step_scopes import UNKNOWN, StepScope, has_own_activity_regularizer, has_own_step
 from hvdkit.keras.unchanged_models import is_complete
 from hvdkit.layers.batch_norm import synchronized_statistics
 from hvdkit.sharding.shards import AnyVariable, differs_by_rank
@@ -87,13 +87,7 @@ class ShareSteps:
         self.digests = tf.Variable(0, trainable=False, dtype=tf.int64, name="hvdkit_digests")
 
     def wrap(self, name: str, step: Step, own_step: Step) -> Callable[[Element], object]:
-        """Wrap ``step`` for elements ``(data, info)``.
-
-        Args:
-            name: "train" or "test".
-            step: to wrap.
-            own_step: the model's own ``train_step`` or ``test_step``, which ``step`` calls.
-        """
+        """Wrap ``step`` for elements ``(data, info)``; it calls ``own_step``, the model's own for "train" or "test"."""
 
         @graph_safe
         def on_share(element: Element) -> object:
@@ -121,7 +115,10 @@ class ShareSteps:
         if state is not None:
             warn_of_reads_after_update(state.variables, data)
             state.combine(factor)
-        self._record_step(info)
+        if info:
+            self.last_factor.assign(info.get("factor", 1.0))
+            if "digest" in info:
+                self.digests.assign_add(info["digest"])
         return logs
 
     def _share(self, factor: tf.Tensor | None, scope: StepScope | None) -> contextlib.AbstractContextManager[None]:
@@ -157,24 +154,18 @@ class ShareSteps:
             yield
 
     def check_step(self) -> None:
-        """Raise if the gradients of the first step do not combine; warn on the chief, once, of what is not tested.
-
-        Raises:
-            HvdkitError: on every rank.
-        """
-        if self.loss_scopes.loss_scope == "rows":
-            return
+        """Raise if the gradients of the first step do not combine; warn on the chief, once, of what is not tested."""
+        self.check_earlier_step()
         scope = self._step_scopes.get("train")
-        if scope is not None:
-            scope.check()
-        if not self._has_warned and (scope is None or not scope.gradient):
+        is_tested = scope is not None and scope.gradient != UNKNOWN
+        if not (self._has_warned or is_tested or self.loss_scopes.loss_scope == "rows"):
             warn_of_sums(self._model)
             self._warn_of_added_losses()
         self._has_warned = True
 
     def check_earlier_step(self) -> None:
-        """Raise if an earlier call has found that the gradients of a step do not combine."""
-        if self.loss_scopes.loss_scope != "rows" and "train" in self._step_scopes:
+        """Raise HvdkitError, on every rank, if the first step has shown that its gradients do not combine."""
+        if "train" in self._step_scopes:
             self._step_scopes["train"].check()
 
     def wrap_predict(self, step: Step) -> Callable[[Element], tuple[object, tf.Tensor]]:
@@ -203,10 +194,7 @@ class ShareSteps:
     @contextlib.contextmanager
     def _restored_if_empty(self, factor: tf.Tensor | None) -> Iterator[None]:
         """Restore the variables that the step inside changes, if this rank's share is empty."""
-        if factor is None or not self.may_be_empty:
-            yield
-            return
-        variables = self._batch_dependent_variables()
+        variables = [] if factor is None or not self.may_be_empty else self._batch_dependent_variables()
         if not variables:
             yield
             return
@@ -219,9 +207,8 @@ class ShareSteps:
 
         def assign() -> tf.Tensor:
             for variable, value in zip(variables, values, strict=True):
-                if self._independent.get(id(variable)):  # e.g. the number of the step
-                    continue
-                variable.assign(tf.ensure_shape(value, variable.shape))
+                if not self._independent.get(id(variable)):  # e.g. the number of the step
+                    variable.assign(tf.ensure_shape(value, variable.shape))
             return tf.constant(True)
 
         yield
@@ -230,12 +217,10 @@ class ShareSteps:
     def _batch_dependent_variables(self) -> list[AnyVariable]:
         """Return the variables that examples change without a gradient: statistics and metric states."""
         untracked = [each.variable for each in state_of(self._model)]
-        metrics = [v for m in self._model.metrics for v in m.variables]
-        candidates = [*self._model.non_trainable_variables, *untracked, *metrics]
+        candidates = [*self._model.non_trainable_variables, *untracked, *self._model.metrics_variables]
         synchronized = set(map(id, synchronized_statistics(self._model)))
         unique = {id(v): v for v in candidates if id(v) not in synchronized}.values()
-        replicated = [v for v in unique if not differs_by_rank(v)]
-        return [v for v in replicated if tf.as_dtype(v.dtype) != tf.string]
+        return [v for v in unique if not differs_by_rank(v) and tf.as_dtype(v.dtype) != tf.string]
 
     def _create_variables(self, name: str, step: Step, data: Tensors, factor: tf.Tensor | None) -> None:
         """Trace ``step`` once and discard the graph, if the variables that it creates are needed before it runs.
@@ -269,9 +254,7 @@ class ShareSteps:
     def _global_losses(self, data: Tensors, scope: StepScope | None) -> Iterator[None]:
         """Rescale losses to parts of the global loss, and weight means of scalars (loss trackers) by rows.
 
-        Args:
-            data: this rank's rows.
-            scope: of the model's own step; None if it has none, or while it is tested.
+        ``scope`` is None if the model has no own step, or while it is tested.
         """
         if cluster.group(cluster.DATA).size == 1:
             yield
@@ -279,6 +262,7 @@ class ShareSteps:
         with contextlib.ExitStack() as stack:
             weighed: set[int] = set()
             metrics = self._model._compile_metrics
+            losses = self._model._compile_loss
 
             def weigh(means: list[keras.Metric]) -> None:
                 for metric in means:
@@ -286,7 +270,8 @@ class ShareSteps:
                         continue
                     weighed.add(id(metric))
                     is_function = isinstance(metric, keras.metrics.MeanMetricWrapper)
-                    if type(metric) is keras.metrics.MeanMetricWrapper and _is_compiled(metric, metrics):
+                    compiled = () if metrics is None else metrics.metrics  # created by Keras
+                    if type(metric) is keras.metrics.MeanMetricWrapper and any(metric is each for each in compiled):
                         decided = self.loss_scopes.of_metric(metric, on_gathered_rows)
                         stack.enter_context(swap_attributes(metric, _fn=decided))
                     update = _weighted_function(metric) if is_function else _weighted_update(metric, scope)
@@ -296,19 +281,16 @@ class ShareSteps:
                 flat = [each._replace(loss=rescaled(each.loss, self.loss_scopes, data)) for each in losses._flat_losses]
                 stack.enter_context(swap_attributes(losses, _flat_losses=flat))
 
-            def build(*args: object, **kwargs: object) -> None:
-                original_build(*args, **kwargs)
+            def weigh_losses() -> None:
                 weigh(losses.metrics)
                 rescale()
 
-            def build_metrics(*args: object, **kwargs: object) -> None:
-                original_build_metrics(*args, **kwargs)
+            def weigh_metrics() -> None:
                 weigh(_mean_metrics(self._model))
 
-            if metrics is not None and not metrics.built:
-                original_build_metrics = metrics.build  # wraps each function in a Mean
-                stack.enter_context(swap_attributes(metrics, build=build_metrics))
-            weigh(_mean_metrics(self._model))
+            if metrics is not None and not metrics.built:  # its build wraps each function in a Mean
+                stack.enter_context(swap_attributes(metrics, build=_followed_by(metrics.build, weigh_metrics)))
+            weigh_metrics()
             for layer in self._model._flatten_layers():
                 stack.enter_context(swap_attributes(layer, **self._rescaled_attributes(layer, data)))
                 if has_own_activity_regularizer(layer):
@@ -322,12 +304,10 @@ class ShareSteps:
                     return rescaled_vector(loss, aggregate(loss), rows)
 
                 stack.enter_context(swap_attributes(self._model, _aggregate_additional_loss=aggregate_rescaled))
-            losses = self._model._compile_loss
             if losses is not None and losses.built:
                 rescale()
-            elif losses is not None:
-                original_build = losses.build  # creates a Mean for each of several losses
-                stack.enter_context(swap_attributes(losses, build=build))
+            elif losses is not None:  # its build creates a Mean for each of several losses
+                stack.enter_context(swap_attributes(losses, build=_followed_by(losses.build, weigh_losses)))
             yield
 
     def _rescaled_attributes(self, layer: keras.layers.Layer, data: Tensors) -> dict[str, object]:
@@ -346,21 +326,13 @@ class ShareSteps:
         """Say on the chief, once for each layer, how numbers in ``add_loss`` are understood."""
         for layer in self._model._flatten_layers() if cluster.is_chief() else ():
             added = [loss for loss in getattr(layer, "_losses", ()) if len(getattr(loss, "shape", ())) == 0]
-            is_own = not type(layer).__module__.startswith(("keras.", "hvdkit."))
-            if added and is_own and layer.activity_regularizer is None:
+            if added and not is_of_library(type(layer)) and layer.activity_regularizer is None:
                 page = see("pitfalls#losses-layers-and-random-numbers")
                 warn_once(
                     f"add_loss of {layer.name!r}: taken as a mean over the rows of a step, so that N ranks "
                     "minimize the mean over all; if it is a sum over rows, pass the vector of the rows' losses; if it "
                     f"compares rows, compute it from hk.gather_rows of its inputs; {page}"
                 )
-
-    def _record_step(self, info: dict[str, tf.Tensor]) -> None:
-        if not info:
-            return
-        self.last_factor.assign(info.get("factor", 1.0))
-        if "digest" in info:
-            self.digests.assign_add(info["digest"])
 
 
 def _check_output(output: AnyTensor) -> None:
@@ -376,22 +348,22 @@ def _mean_metrics(model: keras.Model) -> list[keras.Metric]:
     pending = list(model.metrics)
     while pending:
         metric = pending.pop()
-        is_mean = type(metric).update_state is keras.metrics.Mean.update_state
-        if is_mean or _is_own_function(metric):
+        update = type(metric).update_state
+        is_wrapper = update is keras.metrics.MeanMetricWrapper.update_state
+        if update is keras.metrics.Mean.update_state or (is_wrapper and not is_of_keras(metric._fn)):
             means[id(metric)] = metric
         pending.extend(getattr(metric, "_metrics", ()))
     return list(means.values())
 
 
-def _is_compiled(metric: keras.Metric, metrics: keras.Metric | None) -> bool:
-    """Return True if Keras has created a metric in its container of compiled ``metrics``."""
-    return metrics is not None and any(metric is each for each in metrics.metrics)
+def _followed_by(build: Callable[..., None], action: Callable[[], None]) -> Callable[..., None]:
+    """Return a function that calls ``build`` with its arguments, and then ``action``."""
 
+    def both(*args: object, **kwargs: object) -> None:
+        build(*args, **kwargs)
+        action()
 
-def _is_own_function(metric: keras.Metric) -> bool:
-    """Return True for a metric that averages the results of a function which is not Keras's."""
-    is_wrapper = type(metric).update_state is keras.metrics.MeanMetricWrapper.update_state
-    return is_wrapper and not is_of_keras(metric._fn)
+    return both
 
 
 def _weighted_function(metric: keras.Metric) -> Callable[..., None]:
@@ -420,7 +392,7 @@ def _weighted_update(metric: keras.Metric, scope: StepScope | None) -> Callable[
         # Keras's train_step passes the number of rows as the weight of the loss.
         has_one_weight = sample_weight is None or tf.convert_to_tensor(sample_weight).shape.rank == 0
         if scope is not None and has_one_weight and values.shape.rank == 0:
-            values = scope.scaled_for(metric, values)
+            values = scope.scaled(id(metric), values)
         if sample_weight is None and values.shape.rank == 0:
             sample_weight = current_factor()
         update(values, sample_weight=sample_weight)

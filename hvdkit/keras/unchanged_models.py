@@ -45,7 +45,11 @@ def unchanged(model: keras.Model, *, attributes: bool = True, generators: bool =
     finally:
         for layer, known, added in zip(layers, before, losses, strict=True):
             if attributes:
-                _restore_attributes(layer, known)
+                for name, value in list(vars(layer).items()):
+                    if name not in known:
+                        object.__delattr__(layer, name)
+                    elif value is not known[name]:
+                        object.__setattr__(layer, name, known[name])
             if hasattr(layer, "_losses"):
                 layer._losses[:] = added
         for variable, value in values:
@@ -111,14 +115,6 @@ def values_of(variables: Iterable[AnyVariable]) -> list[tuple[AnyVariable, tf.Te
     return found
 
 
-def _restore_attributes(layer: keras.layers.Layer, before: dict[str, object]) -> None:
-    for name, value in list(vars(layer).items()):
-        if name not in before:
-            object.__delattr__(layer, name)
-        elif value is not before[name]:
-            object.__setattr__(layer, name, before[name])
-
-
 def _state(model: keras.Model, layers: Sequence[keras.layers.Layer]) -> Iterator[AnyVariable]:
     """Yield the variables that a call may change: not weights, also if they are frozen."""
     yield from replicated_state(layers)
@@ -126,7 +122,7 @@ def _state(model: keras.Model, layers: Sequence[keras.layers.Layer]) -> Iterator
         yield from (generator.state for generator in getattr(layer, "_seed_generators", ()))
         yield from recurrent_states(layer)
         yield from (v for metric in getattr(layer, "_metrics", ()) for v in metric.variables)
-    yield from (v for metric in model.metrics for v in metric.variables)
+    yield from model.metrics_variables
     yield global_generator().state
 
 
@@ -142,17 +138,15 @@ def random_layers_in_inference(layers: Iterable[keras.layers.Layer]) -> Iterator
 
 def in_inference(layer: keras.layers.Layer) -> contextlib.AbstractContextManager[None]:
     """Let a layer compute as in inference in this context."""
-    return swap_attributes(layer, call=_in_inference(layer.call))
+    call = layer.call
+
+    def infer(*args: object, **kwargs: object) -> object:
+        return call(*args, **{**kwargs, "training": False} if "training" in kwargs else kwargs)
+
+    return swap_attributes(layer, call=infer)
 
 
 def is_augmentation(layer: keras.layers.Layer) -> bool:
     """Return True for Keras's layers that change their inputs at random in training, such as RandomFlip."""
     has_generator = isinstance(getattr(layer, "generator", None), keras.random.SeedGenerator)
     return has_generator and type(layer).__module__.startswith("keras.src.layers.preprocessing.")
-
-
-def _in_inference(call: Callable[..., object]) -> Callable[..., object]:
-    def infer(*args: object, **kwargs: object) -> object:
-        return call(*args, **{**kwargs, "training": False} if "training" in kwargs else kwargs)
-
-    return infer

@@ -155,8 +155,10 @@ class ShardedEmbeddingCollection(ShardedLayer):
         if set(bags) != set(self.lookups):
             remedy = "pass the result of this layer's ask()"
             raise ValueError(describe("inputs", sorted(bags), f"a request for {sorted(self.lookups)}", remedy))
-        outputs = read_outputs(store, PendingLookup(bags, pending.rows), training)
-        self._add_penalty(store)
+        outputs = read_outputs(store, bags, pending.rows, training)
+        # Keras adds the regularization of replicated tables.
+        if not self._losses and (penalty := store.penalty()) is not None:  # once per step
+            self.add_loss(penalty)
         outputs = {name: tf.cast(rows, self.compute_dtype) for name, rows in outputs.items()}
         return unflatten_features(pending.bags, outputs)
 
@@ -202,11 +204,6 @@ class ShardedEmbeddingCollection(ShardedLayer):
             if tf.executing_eagerly():  # in a graph, a tracing error ends the job; here the other ranks would wait
                 abandon_lookup(self._built_store())
             raise
-
-    def _add_penalty(self, store: TableStore) -> None:
-        """Add the regularization of sharded tables to the losses, once per step; Keras adds that of replicated ones."""
-        if not self._losses and (penalty := store.penalty()) is not None:
-            self.add_loss(penalty)
 
     def compute_output_spec(
         self, inputs: Nested[SymbolicInput], **_: object

@@ -9,21 +9,13 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from hvdkit.collectives import tensors
-from hvdkit.layers.features import Bag, Nested, Vectors, combine_rows, flatten_features, make_ids_valid
+from hvdkit.layers.features import Bag, Nested, Vectors, combine_rows, make_ids_valid
 from hvdkit.layers.table_store import TableStore
 from hvdkit.sharding import routing
-from hvdkit.sharding.id_checks import (
-    Fault,
-    find_fault,
-    raise_everywhere,
-    range_check,
-    refusal,
-    weights_check,
-    whole_numbers_check,
-)
+from hvdkit.sharding.id_checks import Check, Fault, find_fault, raise_everywhere, range_check, refusal
 from hvdkit.sharding.keys import key_dtype, keys_of
 from hvdkit.sharding.layout import TableSlice
-from hvdkit.sharding.routing import KeptLookup, KeyedVariable, LookupRows, read_distinct
+from hvdkit.sharding.routing import KeptLookup, LookupRows
 
 
 class PendingLookup(NamedTuple):
@@ -41,11 +33,6 @@ class PendingLookup(NamedTuple):
 def send_requests(store: TableStore, bags: Mapping[str, Bag], fault: Fault | None = None) -> PendingLookup:
     """Send every rank the ids of the rows that this rank needs. Every rank calls it, with the same outputs.
 
-    Args:
-        store: the tables.
-        bags: the ids of each output.
-        fault: a fault that is already known on this rank.
-
     Raises:
         ValueError: in eager mode, on every rank, if an id of any rank is out of range and that is an error;
             ``tf.errors.InvalidArgumentError`` in graphs.
@@ -60,27 +47,26 @@ def send_requests(store: TableStore, bags: Mapping[str, Bag], fault: Fault | Non
     return PendingLookup(safe, routing.request_rows(store.sources(None), keys, fault))
 
 
-def read_outputs(store: TableStore, pending: PendingLookup, training: bool | None) -> dict[str, Vectors]:
+def read_outputs(
+    store: TableStore, bags: Mapping[str, Bag], rows: routing.RoutedLookup | None, training: bool | None
+) -> dict[str, Vectors]:
     """Return each output ``[*shape, output_dim]``, in its table's dtype. Every rank calls it.
 
-    Args:
-        store: the tables.
-        pending: the result of :func:`send_requests`.
-        training: whether to assign rows to new ids in tables with eviction; see
-            :class:`hvdkit.sharding.vocabulary.Vocabulary`.
+    ``bags`` and ``rows`` are those that :func:`send_requests` has returned. ``training``: whether to assign rows to new
+    ids in tables with eviction; see :class:`hvdkit.sharding.vocabulary.Vocabulary`.
     """
-    bags = flatten_features(pending.bags)
-    slices = {} if pending.rows is None else _slices(store, bags, pending.rows, training)
+    slices = {} if rows is None else _slices(store, bags, rows, training)
     outputs = {}
     for name, (_, table) in store.lookups.items():
         bag = bags[name]
         if table.name in store.replicated and not store.deferred:
-            parts = [read_distinct(KeyedVariable(store.replicated[table.name]._value), bag.ids)]
+            ids, positions = tf.unique(bag.ids)  # so that the gradient of a repeated row is one row as well
+            parts = [LookupRows(store.replicated[table.name]._value.sparse_read(ids), positions)]
         elif name in slices:
             parts = slices[name]
         else:  # Keras infers shapes
             parts = [LookupRows(tf.zeros([1, table.output_dim], table.dtype), tf.zeros_like(bag.ids))]
-        columns = [combine_rows(rows, bag, table.combiner) for rows in parts]
+        columns = [combine_rows(part, bag, table.combiner) for part in parts]
         outputs[name] = columns[0] if len(columns) == 1 else _concat_columns(columns, table.output_dim)
     return outputs
 
@@ -105,9 +91,15 @@ def _find_fault(store: TableStore, bags: Mapping[str, Bag]) -> Fault:
             remedy = "check the data, or pass out_of_range='wrap' or 'drop'"
             checks.append(range_check(bag.ids, table.input_dim, where, remedy))
         if table.combiner is not None:
-            checks.append(weights_check(bag.weights, bag.matches, where))
+            count = None if bag.weights is None else tf.size(bag.weights)[None]
+            mismatch = None if bag.matches is None else tf.logical_not(bag.matches)[None]
+            expected = "one for each id, at the same positions"
+            checks.append(Check(count, mismatch, "weights", where, expected, "give both the same shape"))
         if store.floats:
-            checks.append(whole_numbers_check(bag.ids, bag.whole, where))
+            fraction = None if bag.whole is None else tf.logical_not(bag.whole)
+            checks.append(
+                Check(bag.ids, fraction, "ids, without their fraction", where, "whole numbers", "pass integers")
+            )
     return find_fault(checks)
 
 

@@ -14,7 +14,7 @@ from hvdkit.collectives.conversion import graph_safe
 from hvdkit.errors import describe, integer
 from hvdkit.layers.axis_collectives import copy_to_group, gather_columns, reduce_from_group
 from hvdkit.layers.sharded_layer import ShardedLayer
-from hvdkit.sharding.initial import common_seed
+from hvdkit.sharding.initial import common_seed, seeded
 from hvdkit.sharding.partition import rows_of
 from hvdkit.sharding.shards import Piece, Shard, set_holding
 
@@ -64,26 +64,23 @@ class _ParallelDense(ShardedLayer):
         self, name: str, shape: tuple[int, ...], initializer: keras.initializers.Initializer, sharded: int | None
     ) -> keras.Variable:
         """Add this rank's part of a weight that is sharded along axis ``sharded``; None: replicated."""
-        seeded = _seeded(initializer, self._common_seed(name, initializer))
+        call = f"{type(self).__name__}(units={self.units}, axis={self.axis!r}).{name}"
+        seed = gather(cluster.exchange(), call, lambda: common_seed(self.seed, initializer))[0]
+        with_seed = seeded(initializer, seed)
         if sharded is None:
-            return self.add_weight(name=name, shape=shape, initializer=seeded)
+            return self.add_weight(name=name, shape=shape, initializer=with_seed)
         group = self._group
         rows = rows_of("div", shape[sharded], group.index, group.size)
         index = tuple(rows if i == sharded else range(n) for i, n in enumerate(shape))
 
         def initial_values(_: Sequence[int], dtype: str) -> tf.Tensor:
-            return seeded(shape, dtype=dtype)[tuple(slice(i.start, i.stop) for i in index)]
+            return with_seed(shape, dtype=dtype)[tuple(slice(i.start, i.stop) for i in index)]
 
         local = tuple(len(i) for i in index)
         weight = self.add_weight(name=name, shape=local, initializer=initial_values)
         path = weight.path.rpartition("/")[0]
         set_holding(weight, Shard(path, (Piece(name, shape, index, 0, "div"),), axis=self.axis))
         return weight
-
-    def _common_seed(self, name: str, initializer: keras.initializers.Initializer) -> int:
-        """Return a seed common to all ranks: the layer's, the initializer's, or one drawn by the chief."""
-        call = f"{type(self).__name__}(units={self.units}, axis={self.axis!r}).{name}"
-        return gather(cluster.exchange(), call, lambda: common_seed(self.seed, initializer))[0] % 2**31
 
 
 @keras.saving.register_keras_serializable("hvdkit")
@@ -225,10 +222,3 @@ class RowParallelDense(_ParallelDense):
     def compute_output_shape(self, input_shape: Sequence[int | None]) -> tuple[int | None, ...]:
         """Return the output's shape."""
         return (*input_shape[:-1], self.units)
-
-
-def _seeded(initializer: keras.initializers.Initializer, seed: int) -> keras.initializers.Initializer:
-    """Return the initializer with ``seed``, so that it draws the same numbers on every rank."""
-    if isinstance(initializer, keras.initializers.Initializer) and "seed" in initializer.get_config():
-        return type(initializer).from_config({**initializer.get_config(), "seed": seed})
-    return initializer

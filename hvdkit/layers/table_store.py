@@ -21,25 +21,28 @@ from hvdkit.sharding.initial import common_seed, draws_numbers, initial_blocks
 from hvdkit.sharding.layout import TableGroup, lay_out
 from hvdkit.sharding.partitioned_variable import gather_parts
 from hvdkit.sharding.routing import KeptLookup, KeyedVariable, RowSource, reads_own_rows, rows_of_last_lookup
-from hvdkit.sharding.shards import Piece, PieceState, Shard, piece_states, set_holding, shard_of, write_box
+from hvdkit.sharding.shards import (
+    Piece,
+    PieceState,
+    Shard,
+    VariableOptimizer,
+    piece_states,
+    set_holding,
+    set_variable_optimizer,
+    shard_of,
+    variable_optimizer,
+    write_box,
+)
 from hvdkit.sharding.table import Table
-from hvdkit.sharding.variable_optimizer import VariableOptimizer, set_variable_optimizer, variable_optimizer
 
 
 class TableStore:
     """The tables of a layer, sharded across ranks according to a layout.
 
-    Args:
-        layer: the Keras layer that owns the variables.
-        tables: the tables.
-        placements: the placement of each table.
-        seed: seed of random initial values, or None.
-        out_of_range: how to handle ids out of range.
-        wire: dtype in which rows are sent, or None.
-        floats: whether ids may be floats.
+    The arguments are those of :class:`hvdkit.layers.collection.ShardedEmbeddingCollection`; ``wire`` is the dtype in
+    which rows are sent, and ``floats`` says whether ids may be floats.
 
     Attributes:
-        layer_name: the layer's name.
         tables: the tables by name.
         lookups: the feature and the table of each output.
         outputs: the names of each table's outputs.

@@ -20,14 +20,7 @@ _INITIAL = {"ids": (NO_ID, "int64"), "used": (-1, "int64"), "fresh": (False, "bo
 
 
 class VocabularyVariables:
-    """The variables of the mapping from ids to rows on this rank.
-
-    Args:
-        layer: the Keras layer that owns the variables.
-        table: the table.
-        rows: the Keras variable with this rank's rows of the table.
-        seed: seed of initial values.
-    """
+    """The variables of the mapping from ids to rows on this rank; ``rows`` holds its rows of the table."""
 
     def __init__(self, layer: keras.layers.Layer, table: Table, rows: keras.Variable, seed: int):
         self.table = table
@@ -75,11 +68,9 @@ class VocabularyVariables:
         return Vocabulary(
             rows=self._rows._value,
             usage=self._row_usage(),
+            table=self.table,
             buckets=self._buckets,
-            total=self.table.buckets,
-            evict=str(self.table.evict),
             first_rows=self._first_rows,
-            table=self.table.name,
             training=training,
         )
 

@@ -93,10 +93,7 @@ def network_choice(environment: Mapping[str, str]) -> NetworkChoice:
 def own_addresses(*families: socket.AddressFamily) -> list[Address]:
     """Return the addresses of this host's interfaces that are up, including loopback, fastest interface first.
 
-    Link-local IPv6 addresses are omitted, because they are meaningless without the interface.
-
-    Args:
-        families: ``socket.AF_INET``, ``socket.AF_INET6``; default: both.
+    Link-local IPv6 addresses are omitted, because they are meaningless without the interface. Default: both families.
     """
     states = psutil.net_if_stats()
     addresses = [

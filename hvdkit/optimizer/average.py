@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +12,11 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.cluster.lone_training import lone_training
+from hvdkit.cluster.progress import progress
 from hvdkit.collectives.batch_share import gradient_factor, times_share, within_share
-from hvdkit.collectives.call_checks import Call, agree_on_call, attempt
+from hvdkit.collectives.call_checks import Call, agree_on_call
 from hvdkit.collectives.conversion import as_tensor, graph_safe
-from hvdkit.collectives.graphs import not_constant
+from hvdkit.collectives.graphs import is_for_xla, not_constant
 from hvdkit.collectives.ops import Average, ReduceOp, checked_op, op_label
 from hvdkit.collectives.process_sets import RankGroup, describe_group, resolve
 from hvdkit.collectives.tensors import grouped_allreduce
@@ -23,35 +24,10 @@ from hvdkit.errors import describe
 from hvdkit.optimizer import compression as wires
 from hvdkit.optimizer import sparse
 from hvdkit.optimizer.coupled_layers import any_coupled
-from hvdkit.optimizer.gradients import Gradient, Kind, PlacedGradients, place_gradients
+from hvdkit.optimizer.gradients import Gradient, Kind, PlacedGradients, map_values, place_gradients
 from hvdkit.optimizer.model_numbers import model_number
+from hvdkit.optimizer.reduction import Reduction
 from hvdkit.sharding.shards import AnyVariable
-
-
-@dataclass(frozen=True, kw_only=True)
-class Averaging:
-    """How gradients are combined over ranks: the arguments of :func:`average_gradients`, not checked yet."""
-
-    op: ReduceOp = Average
-    weight: npt.ArrayLike | tf.Tensor | None = None
-    compression: str | None = None
-    group: cluster.Group | None = None  # the ranks that combine them; None for all
-    model: int = 1  # which of the models this is that these ranks have trained
-
-    @property
-    def name(self) -> str:
-        """Name by which ranks match the gradients of one model."""
-        return "hvdkit.gradients" if self.model == 1 else f"hvdkit.gradients.{self.model}"
-
-    @property
-    def batch_group(self) -> cluster.Group:
-        """The ranks that have different batches: those along the mesh axis "data", or all of ``group``."""
-        return cluster.group(cluster.DATA) if self.group is None else self.group
-
-    @property
-    def ranks_per_batch(self) -> int:
-        """Number of ranks that share each batch."""
-        return cluster.size() // self.batch_group.size if self.group is None else 1
 
 
 @graph_safe
@@ -118,18 +94,21 @@ def average_gradients(
         >>> type(rows).__name__, rows.indices.numpy().tolist(), rows.values.shape
         ('IndexedSlices', [7], TensorShape([1, 8]))
     """
-    group = resolve(process_set)
-    averaging = Averaging(op=op, weight=weight, compression=compression, group=group)
-    return average(lambda: place_gradients(grads, variables), averaging)
+    reduction = Reduction(op=op, weight=weight, compression=compression, group=resolve(process_set))
+    return average(lambda: place_gradients(grads, variables), reduction)
 
 
-def average(prepare: Callable[[], PlacedGradients], averaging: Averaging) -> list[Gradient]:
-    """Combine the gradients that ``prepare`` returns over all ranks, as :func:`average_gradients` does."""
-    placed = agree_on(lambda: scale_to_batch(prepare(), averaging), averaging)
-    return combine(placed.map(lambda grad, kind: sparse.sum_duplicates(grad) if kind == "rows" else grad), averaging)
+def average(prepare: Callable[[], PlacedGradients], reduction: Reduction, call_site: str = "") -> list[Gradient]:
+    """Combine the gradients that ``prepare`` returns over all ranks, as :func:`average_gradients` does.
+
+    If ``call_site`` is given, the profiler counts the call as a step.
+    """
+    placed = agree_on(lambda: scale_to_batch(prepare(), reduction), reduction)
+    placed = placed.map(lambda grad, kind: sparse.sum_duplicates(grad) if kind == "rows" else grad)
+    return combine(placed, reduction, call_site).grads
 
 
-def scale_to_batch(placed: PlacedGradients, averaging: Averaging) -> PlacedGradients:
+def scale_to_batch(placed: PlacedGradients, reduction: Reduction) -> PlacedGradients:
     """In a step of ``hk.fit``, multiply gradients by this rank's share of the global batch; else return them unchanged.
 
     Gradients of sharded rows were already multiplied when sent to the owner (:mod:`hvdkit.collectives.batch_share`).
@@ -137,14 +116,14 @@ def scale_to_batch(placed: PlacedGradients, averaging: Averaging) -> PlacedGradi
     Raises:
         ValueError: in such a step, ``weight`` is set or ``op`` is not the average.
     """
-    if not within_share():
+    if not within_share() or not reduction.combines:
         return placed
-    if averaging.weight is not None:
+    if reduction.weight is not None:
         remedy = "leave it out: hk.fit weights each rank's gradients by its rows"
-        raise ValueError(describe("weight", averaging.weight, "None inside hk.fit", remedy))
-    if checked_op(averaging.op) != ReduceOp.Average:
+        raise ValueError(describe("weight", reduction.weight, "None inside hk.fit", remedy))
+    if checked_op(reduction.op) != ReduceOp.Average:
         remedy = "use hk.Average: hk.fit handles losses that are sums"
-        raise ValueError(describe("op", op_label(averaging.op), "Average inside hk.fit", remedy))
+        raise ValueError(describe("op", op_label(reduction.op), "Average inside hk.fit", remedy))
     if (factor := gradient_factor()) is None:
         return placed
 
@@ -154,70 +133,109 @@ def scale_to_batch(placed: PlacedGradients, averaging: Averaging) -> PlacedGradi
     return placed.map(scale)
 
 
-def agree_on(prepare: Callable[[], PlacedGradients], averaging: Averaging, *, compares: bool = True) -> PlacedGradients:
+def agree_on(
+    prepare: Callable[[], PlacedGradients], reduction: Reduction, *, exchanges: bool = False
+) -> PlacedGradients:
     """Check the result of ``prepare`` and return it; in eager mode, also compare it between ranks.
 
     An error in ``prepare`` or the checks on one rank raises an error on every rank. Everything that can fail before
-    gradients are exchanged belongs in ``prepare``.
+    gradients are exchanged belongs in ``prepare``, which may itself exchange objects, as in the first step of ``fit``.
 
-    Pass ``compares=False`` for gradients that are not combined, but whose update contains another exchange.
+    Gradients that are combined already are not compared. Pass ``exchanges=True`` if their update contains another
+    exchange, so that a rank must not raise alone.
 
     Raises:
         Exception: this rank's gradients or arguments are invalid.
         CollectiveMismatchError: in eager mode, ranks differ, or ``prepare`` or a check failed on another rank.
     """
-    prepared: list[PlacedGradients] = []
+    if not (reduction.combines or exchanges):
+        return prepare()
     lone_training().is_combined = True
-
-    def check() -> None:
-        prepared.append(prepare())
-        if compares:
-            _check(prepared[0], averaging)
-
+    problem: Exception | None = None
+    try:
+        placed = prepare()
+        if reduction.combines:
+            _check(placed, reduction)
+    except Exception as error:
+        if not tf.executing_eagerly():
+            raise
+        problem = error
+        placed = PlacedGradients()
     if tf.executing_eagerly():
-        problem = attempt(check)
-        placed = prepared[0] if problem is None else None
-        call = _call(placed, averaging, problem) if compares else Call("gradients", problem=problem)
-        agree_on_call(call, averaging.group)
-    else:
-        check()
-    return prepared[0]
+        call = _call(placed, reduction, problem) if reduction.combines else Call("gradients", problem=problem)
+        agree_on_call(call, reduction.group)  # raises the problem
+    return placed
 
 
 def combine(
     placed: PlacedGradients,
-    averaging: Averaging,
-    combine_replicated: Callable[[list[Gradient], Averaging], list[Gradient]] | None = None,
-) -> list[Gradient]:
-    """Combine gradients that all ranks have agreed on. Repeated rows of sharded tables stay repeated.
+    reduction: Reduction,
+    call_site: str = "",
+    combine_replicated: Callable[[list[Gradient], Reduction], list[Gradient]] | None = None,
+) -> PlacedGradients:
+    """Combine gradients that all ranks have agreed on, unless they are combined already.
+
+    Repeated rows of sharded tables stay repeated; the update sums duplicates where necessary. ``call_site`` is that of
+    :func:`average`.
 
     With N ranks, C of which share each batch: rows of a table are already sums over all N ranks; the average divides
     them by N, the sum by C. A part of a layer along a mesh axis has the complete gradient of its batch and is combined
     over the ranks with other batches. A local gradient is the complete gradient of one of N/C batches.
     """
+    if not reduction.combines:
+        return placed
     if not tf.executing_eagerly():  # eager calls are compared, and may fail on all ranks
-        averaging = replace(averaging, model=model_number(placed.variables, averaging.group))
-    if averaging.weight is not None:
-        factor = weight_factor(averaging)
-        averaging = replace(averaging, op=ReduceOp.Sum, weight=None)
+        reduction = replace(reduction, model=model_number(placed.variables, reduction.group))
+    if reduction.weight is not None:
+        factor = weight_factor(reduction)
+        reduction = replace(reduction, op=ReduceOp.Sum, weight=None)
         placed = placed.map(lambda grad, kind: grad if kind == "overwritten" else _apply_weight(grad, factor))
     by_kind: defaultdict[Kind, list[Gradient]] = defaultdict(list)
     for grad, kind in zip(placed.grads, placed.kinds, strict=True):
         by_kind[kind].append(grad)
-    op = checked_op(averaging.op)
-    batch_group = averaging.batch_group
+    op = checked_op(reduction.op)
+    batch_group = reduction.batch_group
     is_average = op == ReduceOp.Average
-    row_divisor = cluster.size() if is_average else averaging.ranks_per_batch
+    row_divisor = cluster.size() if is_average else reduction.ranks_per_batch
     local_divisor = batch_group.size if is_average else 1
     combined: dict[Kind, list[Gradient]] = {
-        "replicated": (combine_replicated or _combine_replicated)(by_kind["replicated"], averaging),
+        "replicated": (combine_replicated or _combine_replicated)(by_kind["replicated"], reduction),
         "rows": [_divide(grad, row_divisor) for grad in by_kind["rows"]],
-        "part": _reduce(by_kind["part"], op, f"{averaging.name}.parts", batch_group),
+        "part": _reduce(by_kind["part"], op, f"{reduction.name}.parts", batch_group),
         "local": [_divide(sparse.sum_duplicates(grad), local_divisor) for grad in by_kind["local"]],
-        "overwritten": _reduce(by_kind["overwritten"], ReduceOp.Max, f"{averaging.name}.overwritten", averaging.group),
+        "overwritten": _reduce(by_kind["overwritten"], ReduceOp.Max, f"{reduction.name}.overwritten", reduction.group),
     }
     results = {kind: iter(grads) for kind, grads in combined.items()}
-    return [next(results[kind]) for kind in placed.kinds]
+    grads = [next(results[kind]) for kind in placed.kinds]
+    if call_site:
+        _report_step(grads, call_site)
+    return placed.with_grads(grads)
+
+
+def _report_step(grads: Sequence[Gradient], call_site: str) -> None:
+    """Report a step to the profiler, if active, of a program that doesn't count them; in a graph, on every execution.
+
+    Args:
+        grads: the combined gradients; a graph reports when the first of them is available.
+        call_site: identifies the call site; the first call site that reports marks the end of each step.
+    """
+    recorder = progress().profile
+    if recorder is None:
+        return
+    if not tf.inside_function():
+        recorder.gradients_combined(call_site)
+        return
+    first = next((g for g in grads if g is not None), None)
+    # XLA has no kernel for numpy_function.
+    if first is None or is_for_xla():
+        return
+    values = first.values if isinstance(first, tf.IndexedSlices) else first
+
+    def report(_: np.ndarray) -> np.int32:
+        recorder.gradients_combined(call_site)
+        return np.int32(0)
+
+    tf.numpy_function(report, [tf.reshape(values, [-1])[:1]], tf.int32, name="hvdkit_profile")
 
 
 def _reduce(grads: list[Gradient], op: ReduceOp, name: str, group: cluster.Group | None) -> list[Gradient]:
@@ -231,26 +249,19 @@ def _divide(grad: Gradient, divisor: int) -> Gradient:
     return sparse.DividedRows(grad, divisor) if isinstance(grad, tf.IndexedSlices) else grad / divisor
 
 
-def map_values(grad: Gradient, fn: Callable[[tf.Tensor], tf.Tensor]) -> Gradient:
-    """Apply ``fn`` to the values of a gradient."""
-    if isinstance(grad, tf.IndexedSlices):
-        return tf.IndexedSlices(fn(grad.values), grad.indices, grad.dense_shape)
-    return None if grad is None else fn(grad)
-
-
-def weight_factor(averaging: Averaging) -> tf.Tensor:
+def weight_factor(reduction: Reduction) -> tf.Tensor:
     """Return the factor of this rank's gradients in a plain sum: w_r, or w_r / sum_r w_r for the average.
 
     Weights are known before the gradients, so inside a graph their exchange overlaps with the step.
     """
-    w = tf.cast(as_tensor(averaging.weight), tf.float64)
+    w = tf.cast(as_tensor(reduction.weight), tf.float64)
     if not tf.executing_eagerly():
         w = not_constant(w)  # TensorFlow removes whatever a constant 0 is multiplied with, collectives included
     # Inside a graph it is too late to raise on every rank, so an invalid weight makes the result NaN on every rank.
     w = tf.where(w >= 0, w, np.nan)
-    if checked_op(averaging.op) == ReduceOp.Sum:
+    if checked_op(reduction.op) == ReduceOp.Sum:
         return w
-    return tf.math.divide_no_nan(w, grouped_allreduce([w], ReduceOp.Sum, "hvdkit.weight", averaging.batch_group)[0])
+    return tf.math.divide_no_nan(w, grouped_allreduce([w], ReduceOp.Sum, "hvdkit.weight", reduction.batch_group)[0])
 
 
 def _apply_weight(grad: Gradient, factor: tf.Tensor) -> Gradient:
@@ -262,12 +273,12 @@ def zero_without_weight(grad: Gradient, factor: tf.Tensor) -> Gradient:
     return map_values(grad, lambda x: tf.where(tf.equal(factor, 0), tf.zeros_like(x), x))
 
 
-def _combine_replicated(grads: list[Gradient], averaging: Averaging) -> list[Gradient]:
+def _combine_replicated(grads: list[Gradient], reduction: Reduction) -> list[Gradient]:
     """Combine gradients of replicated variables; tiny tables are sent with the dense gradients."""
-    op = checked_op(averaging.op)
-    group = averaging.group
+    op = checked_op(reduction.op)
+    group = reduction.group
     if op in (ReduceOp.Min, ReduceOp.Max):
-        return _reduce(grads, op, averaging.name, group)
+        return _reduce(grads, op, reduction.name, group)
     results = dict(enumerate(map(sparse.sum_duplicates, grads)))
     if (cluster.size() if group is None else group.size) == 1:
         return [*results.values()]
@@ -275,40 +286,40 @@ def _combine_replicated(grads: list[Gradient], averaging: Averaging) -> list[Gra
     tiny = {i: tf.convert_to_tensor(g) for i, g in tables.items() if sparse.is_tiny(g)}
     dense = {i: g for i, g in results.items() if g is not None and i not in tables} | tiny
     large = {i: g for i, g in tables.items() if i not in tiny}
-    wire = wires.wire_dtype(averaging.compression)
-    results |= zip(dense, wires.reduce_dense([*dense.values()], op, wire, averaging.name, group), strict=True)
-    results |= zip(large, sparse.combine([*large.values()], op, wire, averaging.name, group), strict=True)
+    wire = wires.wire_dtype(reduction.compression)
+    results |= zip(dense, wires.reduce_dense([*dense.values()], op, wire, reduction.name, group), strict=True)
+    results |= zip(large, sparse.combine([*large.values()], op, wire, reduction.name, group), strict=True)
     for i in tiny:
         every_row = tf.range(tf.shape(results[i])[0], dtype=tables[i].indices.dtype)
         results[i] = tf.IndexedSlices(results[i], every_row, tables[i].dense_shape)
-    ranks_per_batch = averaging.ranks_per_batch if op == ReduceOp.Sum else 1
+    ranks_per_batch = reduction.ranks_per_batch if op == ReduceOp.Sum else 1
     if ranks_per_batch == 1:
         return [*results.values()]
     return [map_values(g, lambda x: x / ranks_per_batch) for g in results.values()]
 
 
-def _check(placed: PlacedGradients, averaging: Averaging) -> None:
-    wires.wire_dtype(averaging.compression)
-    op = checked_op(averaging.op)
+def _check(placed: PlacedGradients, reduction: Reduction) -> None:
+    wires.wire_dtype(reduction.compression)
+    op = checked_op(reduction.op)
     rows = any(isinstance(g, tf.IndexedSlices) for g in placed.grads)
-    has_options = averaging.weight is not None or averaging.compression
+    has_options = reduction.weight is not None or reduction.compression
     is_plain = not (rows or has_options) and set(placed.kinds) <= {"replicated", "part"}
     if op in (ReduceOp.Min, ReduceOp.Max) and not is_plain:
         expected = "Average or Sum with sparse gradients, sharded or local variables, weight or compression"
         raise ValueError(describe("op", op.name, expected, "use hk.Sum"))
-    if averaging.group is not None and {"rows", "part"} & set(placed.kinds):
-        got = f"ranks {list(averaging.group.ranks)}"
+    if reduction.group is not None and {"rows", "part"} & set(placed.kinds):
+        got = f"ranks {list(reduction.group.ranks)}"
         expected = "all ranks with gradients of sharded variables"
         raise ValueError(describe("process_set", got, expected, "leave it out, or use variables that are not sharded"))
-    if averaging.weight is None:
+    if reduction.weight is None:
         return
     if placed.grads and any_coupled():
         remedy = "pass it to hk.DistributedGradientTape, which weights the loss"
-        raise ValueError(describe("weight", averaging.weight, "None with synchronized batch normalization", remedy))
+        raise ValueError(describe("weight", reduction.weight, "None with synchronized batch normalization", remedy))
     if {"rows", "part"} & set(placed.kinds):
         remedy = "pass it to hk.DistributedGradientTape"
-        raise ValueError(describe("weight", averaging.weight, "None with gradients of sharded variables", remedy))
-    check_weight(averaging.weight)
+        raise ValueError(describe("weight", reduction.weight, "None with gradients of sharded variables", remedy))
+    check_weight(reduction.weight)
 
 
 def check_weight(weight: npt.ArrayLike | tf.Tensor) -> None:
@@ -320,17 +331,12 @@ def check_weight(weight: npt.ArrayLike | tf.Tensor) -> None:
         )
 
 
-def _call(placed: PlacedGradients | None, averaging: Averaging, problem: Exception | None) -> Call:
+def _call(placed: PlacedGradients, reduction: Reduction, problem: Exception | None) -> Call:
     """Describe this rank's call, for comparison with other ranks."""
-    signatures = [] if placed is None else [_signature(*pair) for pair in zip(placed.grads, placed.kinds, strict=True)]
-    weight = "" if averaging.weight is None else "weight"
-    options = [
-        f"op={op_label(averaging.op)}",
-        f"compression={averaging.compression}",
-        weight,
-        describe_group(averaging.group),
-    ]
-    shown = ", ".join(filter(None, options))
+    signatures = [_signature(*pair) for pair in zip(placed.grads, placed.kinds, strict=True)]
+    weight = "" if reduction.weight is None else "weight"
+    options = [f"op={op_label(reduction.op)}", f"compression={reduction.compression}", weight]
+    shown = ", ".join(filter(None, [*options, describe_group(reduction.group)]))
     dtypes = tuple(d[0] for d in signatures)
     shapes = tuple(d[1] for d in signatures)
     return Call(f"average_gradients({shown})", dtypes=dtypes, shapes=shapes, problem=problem)

@@ -26,9 +26,6 @@ def running_callbacks(is_trained: Callable[[keras.Model], bool]) -> Iterator[ker
 
     Neither an optimizer nor a callback can see the other callbacks of a ``fit``, so they are searched among the
     existing ones. Those of a running ``fit`` share one dict of parameters with the History of their model.
-
-    Args:
-        is_trained: returns whether ``fit`` trains a model.
     """
     for callback in live_instances(keras.callbacks.Callback):
         model = getattr(callback, "model", None)
@@ -40,11 +37,7 @@ def running_callbacks(is_trained: Callable[[keras.Model], bool]) -> Iterator[ker
 
 
 def written_paths(is_trained: Callable[[keras.Model], bool]) -> dict[str, str]:
-    """Return the class names of callbacks in a running ``fit`` that write files, by absolute path.
-
-    Args:
-        is_trained: returns whether ``fit`` trains a model.
-    """
+    """Return the class names of callbacks in a running ``fit`` that write files, by absolute path."""
     paths: dict[str, str] = {}
     for callback in running_callbacks(is_trained):
         attribute = next((name for kind, name in _PATHS.items() if isinstance(callback, kind)), None)
@@ -55,12 +48,7 @@ def written_paths(is_trained: Callable[[keras.Model], bool]) -> dict[str, str]:
 
 
 def check_paths(paths_of_ranks: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> None:
-    """Raise CollectiveMismatchError if callbacks of several ranks write to the same path.
-
-    Args:
-        paths_of_ranks: the result of :func:`written_paths` on each rank.
-        ranks: the numbers of these ranks.
-    """
+    """Raise CollectiveMismatchError if callbacks of several ranks write to the same path: see :func:`written_paths`."""
     for path, name in (pair for paths in paths_of_ranks for pair in paths.items()):
         writers = [rank for rank, paths in zip(ranks, paths_of_ranks, strict=True) if path in paths]
         if len(writers) > 1:

@@ -117,7 +117,8 @@ class _Copier:
 
     def _copy_variables(self, optimizer: keras.optimizers.Optimizer, new: keras.optimizers.Optimizer) -> None:
         """Create the variables of ``new``, in the order of the optimizer's."""
-        if callable(optimizer._learning_rate) and not _is_schedule(optimizer._learning_rate):
+        rate = optimizer._learning_rate
+        if callable(rate) and not isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
             _share_iterations(optimizer, new)
         new._iterations.assign(optimizer._iterations)
         kept = {id(v): v for v in optimizer._trainable_variables}  # Keras tracks a list of these as the optimizer's own
@@ -210,10 +211,6 @@ def _share_iterations(optimizer: keras.optimizers.Optimizer, new: keras.optimize
     _sharing_iterations.set(optimizer, True)
     new._untrack_variable(new._iterations)
     new._iterations = optimizer._iterations
-
-
-def _is_schedule(rate: object) -> bool:
-    return isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
 
 
 def _clone(variable: keras.Variable) -> keras.Variable:

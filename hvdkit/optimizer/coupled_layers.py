@@ -11,6 +11,7 @@ import keras
 from hvdkit import cluster
 from hvdkit.cluster.live_objects import live_instances
 from hvdkit.errors import describe
+from hvdkit.sharding.shards import inner_variable
 
 _coupled: weakref.WeakSet[keras.layers.Layer] = weakref.WeakSet()
 _was_coupled = False
@@ -53,7 +54,7 @@ def check_coupled(variables: Iterable[object]) -> None:
         if not getattr(layer, "built", False) or not layer.synchronized:  # a constructor may have failed
             continue
         # A tape may be called with the TensorFlow variables inside Keras variables.
-        ids = {i for v in layer.trainable_variables for i in (id(v), id(getattr(v, "_value", v)))}
+        ids = {i for v in layer.trainable_variables for i in (id(v), id(inner_variable(v)))}
         if ids & variable_ids:
             require_synchronized(layer)
     _checked.add(key)

@@ -188,7 +188,8 @@ def _wrap(optimizer: keras.optimizers.Optimizer, reduction: Reduction) -> Distri
     begins = steps is not None and not optimizer.gradient_accumulation_steps
     options: dict[str, object] = {} if steps is None else {"gradient_accumulation_steps": steps}
     options["_hvdkit"] = reduction
-    return copy_of(optimizer, cls, rebuilds=reduction.shard_states or begins or _has_marked_slots(optimizer), **options)
+    is_marked = any(holding_of(v) is not None for v in optimizer._trainable_variables)  # and its slots must be, too
+    return copy_of(optimizer, cls, rebuilds=reduction.shard_states or begins or is_marked, **options)
 
 
 def _wrap_loss_scale(optimizer: keras.optimizers.LossScaleOptimizer, reduction: Reduction) -> LossScaleMixin:
@@ -197,13 +198,9 @@ def _wrap_loss_scale(optimizer: keras.optimizers.LossScaleOptimizer, reduction: 
     reduced = reduction.combines and not accumulates
     of_inner = replace(reduction, combines=reduction.combines and accumulates, reduced=reduced)
     inner = _wrap(optimizer.inner_optimizer, of_inner)
+    inner._hvdkit_has_begun = True  # the outer one compares the ranks
     of_outer = replace(reduction, combines=reduced, clip_global_norm=None)
     return copy_of(optimizer, subclass(LossScaleMixin, type(optimizer)), inner_optimizer=inner, _hvdkit=of_outer)
-
-
-def _has_marked_slots(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Return True if a variable is a shard or local, so that its slots must be marked as such."""
-    return any(holding_of(v) is not None for v in optimizer._trainable_variables)
 
 
 def _check_optimizer(optimizer: object) -> None:

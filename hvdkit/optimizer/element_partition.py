@@ -20,11 +20,12 @@ from hvdkit import cluster
 from hvdkit.collectives import tensors
 from hvdkit.collectives.graphs import true_at_run_time
 from hvdkit.collectives.ops import ReduceOp
-from hvdkit.optimizer.average import Averaging, combine
+from hvdkit.optimizer.average import combine
 from hvdkit.optimizer.compression import reduce_scatter, wire_dtype
 from hvdkit.optimizer.gradients import Gradient, PlacedGradients
+from hvdkit.optimizer.reduction import Reduction
 from hvdkit.sharding.partition import flat_ranges, flat_shard_size
-from hvdkit.sharding.shards import AnyVariable, FlatShard, holding_of
+from hvdkit.sharding.shards import AnyVariable, FlatShard, holding_of, inner_variable
 
 # Each buffer is held in memory twice during its exchange; larger buffers are not faster.
 _MAX_BYTES = 64 * 2**20
@@ -87,7 +88,7 @@ class ElementPartition:
         self.targets = tuple(self._target_of(index) for index in range(len(self.variables)))
         self._indices: dict[int, int] = {}
         for index, pair in enumerate(zip(self.variables, self.targets, strict=True)):
-            self._indices |= {id(_inner(variable)): index for variable in pair}
+            self._indices |= {id(inner_variable(variable)): index for variable in pair}
         self.release()
 
     def _target_of(self, index: int) -> AnyVariable:
@@ -95,28 +96,28 @@ class ElementPartition:
         shard = self._shards.get(index)
         if shard is None or len(shard.elements) == math.prod(shard.shape):
             return variable
-        with tf.device(_inner(variable).device):
+        with tf.device(inner_variable(variable).device):
             return PartProxy(variable, len(shard.elements))
 
     def __contains__(self, variable: AnyVariable) -> bool:
-        return id(_inner(variable)) in self._indices
+        return id(inner_variable(variable)) in self._indices
 
     def target_of(self, variable: AnyVariable) -> AnyVariable:
         """Return the target of a variable or proxy; the variable itself if it is not in the list."""
-        return self.targets[self._indices[id(_inner(variable))]] if variable in self else variable
+        return self.targets[self._indices[id(inner_variable(variable))]] if variable in self else variable
 
     def original_of(self, variable: AnyVariable) -> AnyVariable:
         """Return the variable of a target; a variable that is not in the list is returned unchanged."""
-        return self.variables[self._indices[id(_inner(variable))]] if variable in self else variable
+        return self.variables[self._indices[id(inner_variable(variable))]] if variable in self else variable
 
     def shard(self, variable: AnyVariable) -> FlatShard | None:
         """Return the elements of a variable that this rank updates; None for a shard, a local or another variable."""
-        return self._shards.get(self._indices[id(_inner(variable))]) if variable in self else None
+        return self._shards.get(self._indices[id(inner_variable(variable))]) if variable in self else None
 
     def load(self) -> None:
         """Copy the variables' elements into the proxies."""
         for index, proxy in self._proxies():
-            proxy.set_elements(self._slice(_inner(self.variables[index]).read_value(), index))
+            proxy.set_elements(self._slice(inner_variable(self.variables[index]).read_value(), index))
 
     def release(self) -> None:
         """Free the memory of the proxies."""
@@ -129,14 +130,14 @@ class ElementPartition:
             if isinstance(target, PartProxy) and 0 not in target.shape:
                 yield index, target
 
-    def slice_gradients(self, grads: Sequence[Gradient], variables: Sequence[AnyVariable]) -> list[Gradient]:
+    def slice_gradients(self, placed: PlacedGradients) -> PlacedGradients:
         """Return this rank's elements of replicated gradients."""
         results = []
-        for grad, variable in zip(grads, variables, strict=True):
-            index = self._indices[id(_inner(variable))]
+        for grad, variable in zip(placed.grads, placed.variables, strict=True):
+            index = self._indices[id(inner_variable(variable))]
             whole = grad is None or self.targets[index] is self.variables[index]
             results.append(grad if whole else self._slice(self._dense(grad, index), index))
-        return results
+        return placed.with_grads(results)
 
     def _slice(self, whole: tf.Tensor, index: int) -> tf.Tensor:
         elements = self._shards[index].elements
@@ -148,30 +149,26 @@ class ElementPartition:
             grad = tf.math.unsorted_segment_sum(grad.values, grad.indices, variable.shape[0])
         return tf.cast(grad, variable.dtype)
 
-    def combine(self, placed: PlacedGradients, averaging: Averaging) -> list[Gradient]:
+    def combine(self, placed: PlacedGradients, reduction: Reduction) -> PlacedGradients:
         """Combine the gradients over ranks (Average or Sum) and return this rank's elements. Ranks must have agreed.
 
         There is one exchange per buffer, in which each rank sends and receives (N-1)/N of the gradients' bytes.
         Missing gradients and None are sent as zeros. Gradients of shards and local variables are combined as usual.
-
-        Args:
-            placed: complete gradients of variables in the list, or of their proxies.
-            averaging: the same on all ranks, without weight.
         """
         pairs = zip(placed.variables, placed.kinds, strict=True)
-        indices = [self._indices[id(_inner(v))] for v, kind in pairs if kind == "replicated"]
-        return combine(placed, averaging, partial(self._reduce, indices))
+        indices = [self._indices[id(inner_variable(v))] for v, kind in pairs if kind == "replicated"]
+        return combine(placed, reduction, combine_replicated=partial(self._reduce, indices))
 
-    def _reduce(self, indices: Sequence[int], grads: Sequence[Gradient], averaging: Averaging) -> list[Gradient]:
+    def _reduce(self, indices: Sequence[int], grads: Sequence[Gradient], reduction: Reduction) -> list[Gradient]:
         grads_by_index = {index: grad for index, grad in zip(indices, grads, strict=True) if grad is not None}
         combined: dict[int, tf.Tensor] = {}
         for buffer in self._buffers:
             if grads_by_index.keys() & set(buffer.indices):
-                combined |= self._reduce_buffer(buffer, grads_by_index, averaging)
+                combined |= self._reduce_buffer(buffer, grads_by_index, reduction)
         return [combined[index] if index in grads_by_index else None for index in indices]
 
     def _reduce_buffer(
-        self, buffer: _FlatBuffer, grads: dict[int, tf.Tensor | tf.IndexedSlices], averaging: Averaging
+        self, buffer: _FlatBuffer, grads: dict[int, tf.Tensor | tf.IndexedSlices], reduction: Reduction
     ) -> dict[int, tf.Tensor]:
         dtype = tf.as_dtype(self.variables[buffer.indices[0]].dtype)
         flat = [
@@ -179,9 +176,9 @@ class ElementPartition:
             for index, count in zip(buffer.indices, buffer.counts, strict=True)
         ]
         flat = tf.concat([*flat, tf.zeros([buffer.padding], dtype)], axis=0)
-        shard = reduce_scatter(flat, averaging.op, wire_dtype(averaging.compression), f"{averaging.name}_{buffer.name}")
-        if averaging.op == ReduceOp.Sum and averaging.ranks_per_batch > 1:
-            shard /= averaging.ranks_per_batch
+        shard = reduce_scatter(flat, reduction.op, wire_dtype(reduction.compression), f"{reduction.name}_{buffer.name}")
+        if reduction.op == ReduceOp.Sum and reduction.ranks_per_batch > 1:
+            shard /= reduction.ranks_per_batch
         shard.set_shape([buffer.shard_size])
         lengths = [len(self._shards[index].elements) for index in buffer.indices]
         pieces = tf.split(shard, [*lengths, buffer.shard_size - sum(lengths)])
@@ -190,13 +187,13 @@ class ElementPartition:
 
     def gather(self, variables: Sequence[AnyVariable]) -> None:
         """Gather the updated elements of ``variables`` from the ranks that own them, on every rank."""
-        indices = {self._indices[id(_inner(variable))] for variable in variables if variable in self}
+        indices = {self._indices[id(inner_variable(variable))] for variable in variables if variable in self}
         for buffer in self._buffers:
             if not indices.isdisjoint(buffer.indices):
                 self._gather_buffer(buffer, indices)
 
     def _gather_buffer(self, buffer: _FlatBuffer, indices: set[int]) -> None:
-        local = [_inner(self.targets[index]) for index in buffer.indices if self._shards[index].elements]
+        local = [inner_variable(self.targets[index]) for index in buffer.indices if self._shards[index].elements]
         padding = buffer.shard_size - sum(len(self._shards[index].elements) for index in buffer.indices)
         dtype = tf.as_dtype(self.variables[buffer.indices[0]].dtype)
         parts = [*(tf.reshape(variable.read_value(), [-1]) for variable in local), tf.zeros([padding], dtype)]
@@ -206,7 +203,7 @@ class ElementPartition:
         for index, piece in zip(buffer.indices, pieces, strict=False):
             # Assign this rank's own variables as well: all then share the receive buffer, without duplicates.
             if index in indices:
-                _inner(self.variables[index]).assign(tf.reshape(piece, self.variables[index].shape))
+                inner_variable(self.variables[index]).assign(tf.reshape(piece, self.variables[index].shape))
 
 
 def _flat_buffers(variables: Sequence[AnyVariable]) -> Iterator[_FlatBuffer]:
@@ -228,7 +225,3 @@ def _flat_buffers(variables: Sequence[AnyVariable]) -> Iterator[_FlatBuffer]:
             counts = tuple(math.prod(variables[index].shape) for index in indices)
             shard_size = flat_shard_size(sum(counts), cluster.size())
             yield _FlatBuffer(tuple(indices), counts, shard_size, f"{dtype}{f'_{number}' if number else ''}")
-
-
-def _inner(variable: AnyVariable) -> tf.Variable:
-    return getattr(variable, "_value", variable)

@@ -34,11 +34,6 @@ def compare_start(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any
     While the step is being traced, weights can still be changed. In eager mode, its forward pass has already run; and a
     loop may broadcast after its first step, as programs for Horovod do, so only ``fit`` is checked.
 
-    Args:
-        optimizer: a distributed optimizer, which is built.
-        variables: those that it trains.
-        is_fit: whether Keras's own step has called it.
-
     Raises:
         CollectiveMismatchError: they differ, in eager mode or with ``process_set``; or callbacks of several ranks write
             to one path.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, TypeVar
 
 import keras
@@ -34,9 +34,9 @@ class PlacedGradients:
             overwritten with their gradient (the scales of Keras's float8 layers).
     """
 
-    grads: list[Gradient]
-    variables: list[Source]
-    kinds: list[Kind]
+    grads: list[Gradient] = field(default_factory=list)
+    variables: list[Source] = field(default_factory=list)
+    kinds: list[Kind] = field(default_factory=list)
 
     def with_grads(self, grads: list[Gradient]) -> PlacedGradients:
         """Return a copy with other gradients of the same variables."""
@@ -45,6 +45,13 @@ class PlacedGradients:
     def map(self, fn: Callable[[Gradient, Kind], Gradient]) -> PlacedGradients:
         """Apply ``fn`` to each gradient and its kind."""
         return self.with_grads([fn(g, kind) for g, kind in zip(self.grads, self.kinds, strict=True)])
+
+
+def map_values(grad: Gradient, fn: Callable[[tf.Tensor], tf.Tensor]) -> Gradient:
+    """Apply ``fn`` to the values of a gradient."""
+    if isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(fn(grad.values), grad.indices, grad.dense_shape)
+    return None if grad is None else fn(grad)
 
 
 def kind_of(variable: AnyVariable | tf.Tensor) -> Kind:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import keras
@@ -17,6 +18,7 @@ from hvdkit.collectives.call_checks import attempt
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.collectives.ops import Min, ReduceOp
 from hvdkit.errors import HvdkitError, describe
+from hvdkit.optimizer.average import agree_on, combine, scale_to_batch
 from hvdkit.optimizer.copies import Original, copy_of, subclass
 from hvdkit.optimizer.coupled_layers import check_coupled
 from hvdkit.optimizer.element_partition import ElementPartition
@@ -28,18 +30,25 @@ from hvdkit.optimizer.optimizer_checks import (
     check_for_parts,
     check_norms,
     check_overwritten,
-    prepare_gradients,
     reject_unsupported,
     too_late,
-    variables_of,
 )
 from hvdkit.optimizer.reduction import Reduction
 from hvdkit.optimizer.row_updates import LearningRate, rule_for, update_rows
 from hvdkit.optimizer.slots import SlotInitializer, initialize_slot, register_slot, reset_reassigned_rows
 from hvdkit.optimizer.sparse import sum_duplicates
 from hvdkit.optimizer.tables import TableOptimizers, check_table_options
-from hvdkit.sharding.shards import AnyVariable, Local, holding_of, is_local, piece_states, set_holding, shard_of
-from hvdkit.sharding.variable_optimizer import variable_optimizer
+from hvdkit.sharding.shards import (
+    AnyVariable,
+    Local,
+    holding_of,
+    inner_variable,
+    is_local,
+    piece_states,
+    set_holding,
+    shard_of,
+    variable_optimizer,
+)
 from hvdkit.sharding.variables import variable_name
 
 if TYPE_CHECKING:
@@ -62,15 +71,40 @@ class DistributedMixin(_KerasBase):
     _hvdkit_is_checked = False  # whether hk.fit or a callback checks the current fit
     _hvdkit_starts_equal = False  # whether a Supervisor has made the ranks equal
 
-    def _hvdkit_begin(self, variables: Sequence[AnyVariable]) -> None:
-        """In the first step, check what does not need the model, unless hk.fit or a callback checks the fit."""
-        if self._hvdkit_has_begun or within_share():
-            return
-        check_coupled(variables)
-        if not self._hvdkit_is_checked:
-            self._hvdkit_has_begun = True
-            if not self._hvdkit_starts_equal:
-                compare_start(self, variables, is_fit=self._hvdkit_scales_loss)
+    def _hvdkit_prepare(
+        self, grads: Iterable[Gradient], trainable_variables: Iterable[AnyVariable] | None
+    ) -> PlacedGradients:
+        """Check the arguments of ``apply``, build the optimizer, and scale the gradients to this rank's share.
+
+        All errors before an exchange are raised here. The first step also checks what does not need the model, unless
+        hk.fit or a callback checks the fit.
+        """
+        if trainable_variables is None and not self.built:
+            expected = "variables, because the optimizer is not built yet"
+            remedy = "pass them, or call optimizer.build first"
+            raise ValueError(describe("trainable_variables", None, expected, remedy))
+        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
+        grads = list(grads) if isinstance(grads, Iterator) else grads
+        if isinstance(grads, (list, tuple)) and not grads:  # Keras treats this as a step without an update
+            variables = []
+        placed = place_gradients(grads, variables)
+        if not self.built:
+            is_multi = hasattr(self, "optimizers")  # MultiOptimizer doesn't create a name scope
+            with contextlib.nullcontext() if is_multi else keras.name_scope(self.name, caller=self):
+                self.build(variables)
+        tables = getattr(self, "_hvdkit_tables", None)
+        self._check_variables_are_known(variables if tables is None else tables.without_tables(variables))
+        inner: keras.optimizers.Optimizer = getattr(self, "inner_optimizer", self)
+        for variable, kind in zip(variables, placed.kinds, strict=True):
+            if kind == "local" and self._var_key(variable) not in inner._hvdkit_local_keys:
+                raise ValueError(too_late(variable_name(variable)))
+        if not (self._hvdkit_has_begun or within_share()):
+            check_coupled(variables)
+            if not self._hvdkit_is_checked:
+                self._hvdkit_has_begun = True
+                if not self._hvdkit_starts_equal:
+                    compare_start(self, variables, is_fit=self._hvdkit_scales_loss)
+        return scale_to_batch(placed, self._hvdkit)
 
     @graph_safe
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Gradient, AnyVariable]]) -> keras.Variable:
@@ -84,7 +118,7 @@ class DistributedMixin(_KerasBase):
                 raise ValueError(describe("grads_and_vars", "no pair", "a pair for each variable", remedy))
 
         if (problem := attempt(collect)) is not None:
-            self._hvdkit.agree(lambda: _raise(problem), exchanges=True)
+            agree_on(lambda: _raise(problem), self._hvdkit, exchanges=True)
         return super().apply_gradients(pairs)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -253,12 +287,7 @@ class CombiningMixin(DistributedMixin):
         """Combine ``grads`` over all ranks and update the variables."""
         reduction = self._hvdkit
         reject_unsupported(self._hvdkit_wrapped)
-
-        def prepare() -> PlacedGradients:
-            placed = prepare_gradients(self, grads, trainable_variables)
-            self._hvdkit_begin(placed.variables)
-            return reduction.scale_to_batch(placed)
-
+        prepare = partial(self._hvdkit_prepare, grads, trainable_variables)
         if reduction.accumulate_steps == 1:
             scale = getattr(self, "loss_scale_factor", None)
             placed = self._hvdkit_combine(prepare, scale)
@@ -281,8 +310,9 @@ class CombiningMixin(DistributedMixin):
     ) -> PlacedGradients:
         """Return the combined and clipped gradients, with their variables."""
         reduction = self._hvdkit
-        placed = reduction.agree(prepare, exchanges=reduction.clip_global_norm is not None and not reduction.reduced)
-        return placed.with_grads(reduction.clip(placed.with_grads(reduction.combine(placed)), loss_scale))
+        clips = reduction.clip_global_norm is not None and not reduction.reduced
+        placed = agree_on(prepare, reduction, exchanges=clips)
+        return reduction.clip(combine(placed, reduction, f"optimizer {id(reduction)}"), loss_scale)
 
     def _hvdkit_update(self, placed: PlacedGradients) -> object:
         """Update the variables, using a table's own optimizer if it has one."""
@@ -324,7 +354,7 @@ class CombiningMixin(DistributedMixin):
         if 0 in variable.shape:  # empty shard, which Keras's ops do not support
             return
         rule = rule_for(self, self._hvdkit.sparse_updates)
-        with tf.device(getattr(variable, "_value", variable).device):  # the CPU for tables in host memory
+        with tf.device(inner_variable(variable).device):  # the CPU for tables in host memory
             if rule is not None:
                 update_rows(rule, self, variable, shard, gradient, learning_rate)
                 return
@@ -369,24 +399,17 @@ class LossScaleMixin(DistributedMixin):
         """Combine ``grads``; skip the step if the gradients of any rank overflowed, else update the variables."""
         reject_unsupported()
         reduction = self._hvdkit
-
-        def prepare() -> PlacedGradients:
-            placed = prepare_gradients(self, grads, trainable_variables)
-            self._hvdkit_begin(placed.variables)
-            self.inner_optimizer._hvdkit_has_begun = True
-            return reduction.scale_to_batch(placed)
-
-        placed = reduction.agree(prepare, exchanges=True)
+        placed = agree_on(partial(self._hvdkit_prepare, grads, trainable_variables), reduction, exchanges=True)
         if not placed.grads:
             return None
         partition = self.inner_optimizer._hvdkit_partition
         if partition.variables and reduction.combines:
-            combined = partition.combine(placed, reduction)
+            placed = partition.combine(placed, reduction)
         else:
-            combined = reduction.combine(placed)
+            placed = combine(placed, reduction, f"optimizer {id(reduction)}")
         if not self._scaled:
-            return self.inner_optimizer.apply(combined, placed.variables)
-        return super().apply(combined, placed.variables)
+            return self.inner_optimizer.apply(placed.grads, placed.variables)
+        return super().apply(placed.grads, placed.variables)
 
     @graph_safe
     def check_finite(self, grads: Sequence[Gradient]) -> tf.Tensor:
@@ -394,5 +417,5 @@ class LossScaleMixin(DistributedMixin):
         present = [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads if g is not None]
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in present])
         is_replicated = self._hvdkit.combines and not self._hvdkit.shard_states
-        is_replicated = is_replicated and not any(holding_of(v) is not None for v in variables_of(self, None))
+        is_replicated = is_replicated and not any(holding_of(v) is not None for v in self._trainable_variables)
         return finite if is_replicated else allreduce(finite, Min, process_set=self._hvdkit.group)

@@ -15,7 +15,7 @@ import tensorflow as tf
 from hvdkit import cluster
 from hvdkit.collectives.weak_registry import WeakRegistry
 from hvdkit.optimizer.gradients import Source
-from hvdkit.sharding.shards import AnyVariable
+from hvdkit.sharding.shards import AnyVariable, inner_variable
 
 # Horovod keeps an entry for each name, so numbers are used again.
 _LARGEST = 1000
@@ -28,19 +28,13 @@ _USED: Counter[_Ranks] = Counter()
 
 
 def model_number(variables: Sequence[Source], group: cluster.Group | None) -> int:
-    """Return which of the models this is whose gradients a group of ranks has combined, counted from 1.
+    """Return which of the models this is whose gradients ``group`` (None: all ranks) has combined, counted from 1.
 
     A model is known by its first trainable variable. It gets its number when its gradients are first combined, and not
-    when it is created: a rank may create models of which the others know nothing.
-
-    Args:
-        variables: the variables of the gradients; None for unknown ones, or tensors, which are new in each trace.
-        group: the ranks that combine them; None for all.
-
-    Returns:
-        The number; 1 if the first one is no variable.
+    when it is created: a rank may create models of which the others know nothing. Without a variable (if the caller did
+    not pass it, or for a tensor, which is new in each trace) it is 1.
     """
-    inner = _inner(variables[0]) if variables else None
+    inner = inner_variable(variables[0]) if variables else None
     if not isinstance(inner, tf.Variable):
         return 1
     ranks = None if group is None else tuple(group.ranks)
@@ -56,7 +50,7 @@ def model_number(variables: Sequence[Source], group: cluster.Group | None) -> in
 
 def known_numbers(variables: Iterable[AnyVariable]) -> KnownNumbers:
     """Return what this rank knows of the numbers of models, to be compared with other ranks."""
-    numbers = {index: _NUMBERS.get(_inner(v)) or {} for index, v in enumerate(variables)}
+    numbers = {index: _NUMBERS.get(inner_variable(v)) or {} for index, v in enumerate(variables)}
     return {index: known for index, known in numbers.items() if known}, dict(_USED)
 
 
@@ -70,11 +64,7 @@ def agree_on_numbers(variables: Iterable[AnyVariable], ranks: Sequence[KnownNumb
     if all(each == ranks[0] for each in ranks):
         return
     for v in variables:
-        _NUMBERS.discard(_inner(v))
+        _NUMBERS.discard(inner_variable(v))
     for _, used in ranks:
         for group, number in used.items():
             _USED[group] = max(_USED[group], number)
-
-
-def _inner(variable: Source) -> object:
-    return getattr(variable, "_value", variable)

@@ -2,50 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import keras
 
 from hvdkit import cluster
 from hvdkit.collectives.graphs import refuse_xla
 from hvdkit.errors import HvdkitError, describe
-from hvdkit.optimizer.gradients import Gradient, PlacedGradients, place_gradients
 from hvdkit.optimizer.row_updates import ELEMENTWISE, updating_class
 from hvdkit.sharding.shards import AnyVariable
 from hvdkit.sharding.variables import variable_name
-
-
-def prepare_gradients(
-    optimizer: keras.optimizers.Optimizer,
-    grads: Iterable[Gradient],
-    trainable_variables: Iterable[AnyVariable] | None,
-) -> PlacedGradients:
-    """Check the arguments of ``apply`` and build the optimizer. All errors before an exchange are raised here."""
-    if trainable_variables is None and not optimizer.built:
-        expected = "variables, because the optimizer is not built yet"
-        raise ValueError(describe("trainable_variables", None, expected, "pass them, or call optimizer.build first"))
-    variables = variables_of(optimizer, trainable_variables)
-    grads = list(grads) if isinstance(grads, Iterator) else grads
-    if isinstance(grads, (list, tuple)) and not grads:  # Keras treats this as a step without an update
-        variables = []
-    placed = place_gradients(grads, variables)
-    if not optimizer.built:
-        is_multi = hasattr(optimizer, "optimizers")  # MultiOptimizer doesn't create a name scope
-        with contextlib.nullcontext() if is_multi else keras.name_scope(optimizer.name, caller=optimizer):
-            optimizer.build(variables)
-    tables = getattr(optimizer, "_hvdkit_tables", None)
-    optimizer._check_variables_are_known(variables if tables is None else tables.without_tables(variables))
-    known = getattr(optimizer, "inner_optimizer", optimizer)._hvdkit_local_keys
-    for variable, kind in zip(variables, placed.kinds, strict=True):
-        if kind == "local" and optimizer._var_key(variable) not in known:
-            raise ValueError(too_late(variable_name(variable)))
-    return placed
-
-
-def variables_of(optimizer: keras.optimizers.Optimizer, variables: Iterable[AnyVariable] | None) -> list[AnyVariable]:
-    """Return the variables of the gradients passed to ``apply``."""
-    return list(optimizer._trainable_variables if variables is None else variables)
 
 
 def check_elementwise(optimizer: keras.optimizers.Optimizer, where: str) -> None:

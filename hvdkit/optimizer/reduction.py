@@ -1,64 +1,61 @@
-"""Gradient processing of a distributed optimizer before Keras's update."""
+"""How gradients are combined over ranks, and processed before Keras's update."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy.typing as npt
 import tensorflow as tf
 
 from hvdkit import cluster
-from hvdkit.collectives.ops import ReduceOp
+from hvdkit.collectives.ops import Average, ReduceOp
 from hvdkit.collectives.tensors import grouped_allreduce
-from hvdkit.optimizer.average import Averaging, agree_on, combine, map_values, scale_to_batch
-from hvdkit.optimizer.gradients import Gradient, Kind, PlacedGradients
+from hvdkit.optimizer.gradients import Gradient, Kind, PlacedGradients, map_values
 from hvdkit.optimizer.row_updates import SparseUpdates
 from hvdkit.optimizer.sparse import sum_duplicates
-from hvdkit.optimizer.step_reports import report_step
 from hvdkit.sharding.shards import shard_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reduction(Averaging):
-    """How a distributed optimizer processes gradients before Keras's update.
+class Reduction:
+    """How gradients are combined over ranks, and how a distributed optimizer processes them before Keras's update.
 
     Attributes:
+        op, weight, compression: as for ``hk.average_gradients``, not checked yet.
+        group: the ranks that combine them; None for all.
+        model: which of the models this is that these ranks have trained.
         combines: False if gradients are already combined, by the tape or by a LossScaleOptimizer around the optimizer.
         reduced: if already combined, whether they are only this rank's elements.
         accumulate_steps, clip_global_norm, sparse_updates, shard_states: as for ``hk.DistributedOptimizer``.
     """
 
+    op: ReduceOp = Average
+    weight: npt.ArrayLike | tf.Tensor | None = None
+    compression: str | None = None
+    group: cluster.Group | None = None
+    model: int = 1
+    combines: bool = True
+    reduced: bool = False
     accumulate_steps: int = 1
     clip_global_norm: float | None = None
     sparse_updates: SparseUpdates = "auto"
     shard_states: bool = False
-    combines: bool = True
-    reduced: bool = False
 
-    def agree(self, prepare: Callable[[], PlacedGradients], *, exchanges: bool = False) -> PlacedGradients:
-        """Return the result of ``prepare``, compared between ranks if they will combine it.
+    @property
+    def name(self) -> str:
+        """Name by which ranks match the gradients of one model."""
+        return "hvdkit.gradients" if self.model == 1 else f"hvdkit.gradients.{self.model}"
 
-        Args:
-            prepare: does everything that can raise before gradients are exchanged; may itself exchange objects, as in
-                the first step of ``fit``.
-            exchanges: whether the step contains another exchange, so that a rank must not raise alone.
-        """
-        return agree_on(prepare, self, compares=self.combines) if self.combines or exchanges else prepare()
+    @property
+    def batch_group(self) -> cluster.Group:
+        """The ranks that have different batches: those along the mesh axis "data", or all of ``group``."""
+        return cluster.group(cluster.DATA) if self.group is None else self.group
 
-    def scale_to_batch(self, placed: PlacedGradients) -> PlacedGradients:
-        """Return gradients multiplied by this rank's share of the global batch, if they will be combined here."""
-        return scale_to_batch(placed, self) if self.combines else placed
-
-    def combine(self, placed: PlacedGradients) -> list[Gradient]:
-        """Combine gradients over all ranks, after :meth:`agree`.
-
-        Rows of shards may repeat; the update sums duplicates where necessary.
-        """
-        if not self.combines:
-            return placed.grads
-        combined = combine(placed, self)
-        report_step(combined, f"optimizer {id(self)}")
-        return combined
+    @property
+    def ranks_per_batch(self) -> int:
+        """Number of ranks that share each batch."""
+        return cluster.size() // self.batch_group.size if self.group is None else 1
 
     def divide_rows(self, placed: PlacedGradients, *, undo: bool = False) -> PlacedGradients:
         """Divide the gradients of rows by N before they are accumulated, so that their sums don't depend on N."""
@@ -70,14 +67,14 @@ class Reduction(Averaging):
 
     def clip(
         self, placed: PlacedGradients, loss_scale: float | None = None, *, divided: bool = False
-    ) -> list[Gradient]:
+    ) -> PlacedGradients:
         """Scale all gradients so that their global norm is at most the limit.
 
         A replicated gradient counts once. The squares of sharded and local gradients are summed over ranks, as are
         those of replicated gradients if they are ``divided`` among ranks.
         """
         if self.clip_global_norm is None:
-            return placed.grads
+            return placed
         limit = self.clip_global_norm * (loss_scale or 1.0)
         distinct = placed.map(lambda grad, _: sum_duplicates(grad))
         norm = tf.sqrt(tf.add_n(self._squares_by_group(distinct, divided)))
@@ -87,7 +84,7 @@ class Reduction(Averaging):
         def scale(grad: Gradient, kind: Kind) -> Gradient:
             return grad if kind == "overwritten" else map_values(grad, lambda x: x * tf.cast(factor, x.dtype))
 
-        return distinct.map(scale).grads
+        return distinct.map(scale)
 
     def _squares_by_group(self, placed: PlacedGradients, divided: bool) -> list[tf.Tensor]:
         """Return sums of squares: of replicated gradients, of shards and local gradients, and of parts by mesh axis."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from hvdkit import cluster
 from hvdkit.collectives.conversion import graph_safe
 from hvdkit.errors import HvdkitError, describe
+from hvdkit.optimizer.average import agree_on, combine
 from hvdkit.optimizer.element_partition import ElementPartition, PartProxy
 from hvdkit.optimizer.gradients import Gradient, PlacedGradients
 from hvdkit.optimizer.mixins import CombiningMixin
@@ -83,14 +84,14 @@ class ShardedStateMixin(CombiningMixin):
         self, prepare: Callable[[], PlacedGradients], loss_scale: float | None = None
     ) -> PlacedGradients:
         reduction = self._hvdkit
-        placed = reduction.agree(prepare, exchanges=not reduction.reduced)
+        placed = agree_on(prepare, reduction, exchanges=not reduction.reduced)
         if not (partition := self._hvdkit_partition).variables:  # single rank, or no variables
-            return placed.with_grads(reduction.clip(placed.with_grads(reduction.combine(placed)), loss_scale))
+            return reduction.clip(combine(placed, reduction, f"optimizer {id(reduction)}"), loss_scale)
         if reduction.combines:
-            placed = placed.with_grads(partition.combine(placed, reduction))
+            placed = partition.combine(placed, reduction)
         elif not reduction.reduced:  # combined by the tape: replicated, so the norm needs no exchange
-            return placed.with_grads(partition.slice_gradients(reduction.clip(placed, loss_scale), placed.variables))
-        return placed.with_grads(reduction.clip(placed, loss_scale, divided=True))
+            return partition.slice_gradients(reduction.clip(placed, loss_scale))
+        return reduction.clip(placed, loss_scale, divided=True)
 
     @graph_safe
     def _backend_update_step(

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvdkit.collectives.weak_registry import WeakRegistry
 from hvdkit.optimizer.gradients import Gradient
-from hvdkit.sharding.shards import AnyVariable, shard_of, write_box
+from hvdkit.sharding.shards import AnyVariable, inner_variable, shard_of, write_box
 from hvdkit.sharding.vocabulary import pop_new_rows
 
 SlotInitializer: TypeAlias = "keras.initializers.Initializer | str"
@@ -56,19 +56,14 @@ def reset_reassigned_rows(grads: Sequence[Gradient], variables: Sequence[AnyVari
     """Reset the slots of rows that were reassigned to another id since the last update.
 
     Moments of the old id must not affect the new one. A row is reset only once: the optimizer that updates first resets
-    the slots of all optimizers.
-
-    Args:
-        grads: one per variable.
-        variables: any; variables without reassignable rows are skipped.
-        all_rows: reset all reassigned rows, not only those in the gradients; needed when gradients are accumulated.
+    the slots of all optimizers. If gradients are accumulated, ``all_rows`` are reset, not only those in the gradients.
     """
     for gradient, variable in zip(grads, variables, strict=False):
         shard = shard_of(variable)
         if gradient is None or shard is None or shard.usage is None:
             continue
         rows = pop_new_rows(shard.usage, gradient, all_rows)
-        inner = getattr(variable, "_value", variable)
+        inner = inner_variable(variable)
         for name, slot_ref, initializer in _SLOTS.get(inner) or ():
             if (slot := slot_ref()) is None:  # of an optimizer that was freed
                 continue

@@ -9,8 +9,7 @@ import keras
 
 from hvdkit.errors import describe
 from hvdkit.optimizer.gradients import Gradient
-from hvdkit.sharding.shards import AnyVariable
-from hvdkit.sharding.variable_optimizer import variable_optimizer
+from hvdkit.sharding.shards import AnyVariable, variable_optimizer
 
 
 @dataclass(frozen=True)

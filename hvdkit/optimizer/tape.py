@@ -14,11 +14,11 @@ from hvdkit.collectives.conversion import graph_safe
 from hvdkit.collectives.ops import Average, ReduceOp, Sum
 from hvdkit.collectives.process_sets import RankGroup, resolve
 from hvdkit.errors import describe
-from hvdkit.optimizer.average import Averaging, agree_on, average, weight_factor, zero_without_weight
+from hvdkit.optimizer.average import agree_on, average, weight_factor, zero_without_weight
 from hvdkit.optimizer.coupled_layers import check_coupled, was_coupled
 from hvdkit.optimizer.gradients import PlacedGradients, kind_of, place_gradients
 from hvdkit.optimizer.local_variables import is_layer, register_local_variables
-from hvdkit.optimizer.step_reports import report_step
+from hvdkit.optimizer.reduction import Reduction
 from hvdkit.sharding.shards import AnyVariable
 from hvdkit.watchdog.reporter import reporter
 
@@ -75,7 +75,7 @@ class DistributedGradientTape:
         if not hasattr(tape, "gradient"):
             raise TypeError(describe("tape", type(tape).__name__, "a tf.GradientTape", "pass tf.GradientTape()"))
         self._tape = tape
-        self._averaging = Averaging(op=op, weight=weight, compression=compression, group=resolve(process_set))
+        self._reduction = Reduction(op=op, weight=weight, compression=compression, group=resolve(process_set))
 
     def __enter__(self) -> DistributedGradientTape:
         self._tape.__enter__()
@@ -120,13 +120,14 @@ class DistributedGradientTape:
                 register_local_variables(layer)
         variables = tf.nest.flatten(sources)
         check_coupled(variables)
-        averaging = self._averaging
+        reduction = self._reduction
         factor = None
         gradient_of = self._tape.gradient
-        if averaging.weight is not None and (was_coupled() or any(kind_of(v) in ("rows", "part") for v in variables)):
+        if reduction.weight is not None and (was_coupled() or any(kind_of(v) in ("rows", "part") for v in variables)):
             # Weight the loss instead of its gradients: some are exchanged during the backward pass.
-            agree_on(lambda: place_gradients([]), averaging)  # check the weight before it is exchanged
-            averaging, factor = replace(averaging, op=Sum, weight=None), weight_factor(averaging)
+            agree_on(PlacedGradients, reduction)  # check the weight before it is exchanged
+            factor = weight_factor(reduction)
+            reduction = replace(reduction, op=Sum, weight=None)
             gradient_of = partial(self._weighted_gradient, factor)
         structure: list[object] = []
 
@@ -138,8 +139,7 @@ class DistributedGradientTape:
             # Keep rows: they come from all ranks.
             return placed.map(lambda grad, kind: grad if kind == "rows" else zero_without_weight(grad, factor))
 
-        combined = average(prepare, averaging)
-        report_step(combined, "tape")
+        combined = average(prepare, reduction, "tape")
         return tf.nest.pack_sequence_as(structure[0], combined)
 
     def _weighted_gradient(

@@ -8,8 +8,7 @@ the profiles of all ranks and reports them: a table, a summary, and a trace. The
     rank_profile.py    what a rank records
     xplane.py          reads the output of TensorFlow's profiler
     timeline.py        reads Horovod's own timeline
-    clocks.py          measures the clock offsets between ranks
-    collect.py         sends all ranks' profiles to the chief
+    collect.py         measures the clock offsets between ranks, and sends all profiles to the chief
     profile_report.py  the report, on the chief only: the table and the output files
     step_parts.py      pure: breaks a step down into compute, exchange, wait, ...
     intervals.py       pure: sets of time intervals

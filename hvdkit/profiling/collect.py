@@ -1,4 +1,13 @@
-"""Collect all ranks' profiles on the chief, in one clock."""
+"""Collect all ranks' profiles on the chief, in one clock.
+
+Ranks on one host share a monotonic clock. Between hosts the chief assumes that a reply was sent halfway through the
+round trip:
+
+    offset = clock of the other rank - (sent + received) / 2,   wrong by at most (received - sent) / 2
+
+The fastest of many rounds is used. Source: F. Cristian, "Probabilistic clock synchronization", Distributed Computing 3,
+1989.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +17,22 @@ import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from hvdkit.profiling import clocks
+from hvdkit.machine.processes import boot_id
 from hvdkit.profiling.rank_profile import RankProfile
 
 T = TypeVar("T")
 # Limit on the spans of all ranks together, because every rank receives all of them.
 _MAX_SPANS = 600_000
+_CLOCK_ROUNDS = 20
+
+
+class ClockOffset(NamedTuple):
+    """The offset to subtract from a rank's times, and its maximum error; nanoseconds."""
+
+    offset: int
+    error: int
 
 
 class Exchange(Protocol):
@@ -39,7 +56,7 @@ def collect_profiles(
     ``xplane``, the output of TensorFlow's profiler on this rank, is written to ``plugins/profile/``, for TensorBoard.
     """
     ranks = len(exchange.allgather(None))
-    offsets = clocks.offsets(exchange.allgather)
+    offsets = clock_offsets(exchange.allgather)
     for problem in profile.problems:
         log(f"profile: {problem}")
     profile.drop_short_ops(_MAX_SPANS // ranks)
@@ -51,6 +68,24 @@ def collect_profiles(
         RankProfile.from_json(json.loads(zlib.decompress(data))).shifted(*offset)
         for data, offset in zip(compressed, offsets, strict=True)
     ]
+
+
+def clock_offsets(
+    allgather: Callable[[object], list[Any]], clock: Callable[[], int] = time.monotonic_ns
+) -> list[ClockOffset]:
+    """Return every rank's offset from rank 0's clock. Every rank calls it; only rank 0's result is meaningful."""
+    boot_ids = allgather(boot_id())
+    fastest: list[ClockOffset] = []
+    for _ in range(_CLOCK_ROUNDS):
+        sent = clock()
+        allgather(None)  # a barrier: ends after rank 0 has entered it
+        readings = allgather(clock())
+        received = clock()
+        error = (received - sent + 1) // 2
+        if not fastest or error < fastest[0].error:
+            fastest = [ClockOffset(reading - (sent + received) // 2, error) for reading in readings]
+    same_clock = [rank == 0 or (boot is not None and boot == boot_ids[0]) for rank, boot in enumerate(boot_ids)]
+    return [ClockOffset(0, 0) if same else offset for same, offset in zip(same_clock, fastest, strict=True)]
 
 
 def _write_xplane(folder: Path, profile: RankProfile, xplane: bytes, exchange: Exchange) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 from hvdkit.errors import see
 from hvdkit.machine.terminal import aligned
@@ -32,12 +30,11 @@ def write_report(folder: Path, profiles: Sequence[RankProfile], log: Callable[[s
     path = folder / "trace.json.gz"
     trace.write(path, profiles, ranks)
     problems = [f"rank {profile.rank}: {problem}" for profile in profiles for problem in profile.problems]
-    (folder / "profile.json").write_text(json.dumps(as_json(ranks, problems), indent=1), encoding="utf-8")
+    (folder / "profile.json").write_text(json.dumps(as_json(rows, ranks, problems), indent=1), encoding="utf-8")
     if not rows:
         log(f"profile: no step was recorded; the run was too short, or nothing counts its steps: {see('profiling')}")
         return
-    print_table(rows, sys.stdout)
-    sys.stdout.flush()
+    print_table(rows)
     if incomplete := ", ".join(str(profile.rank) for profile in profiles if profile.problems):
         log(f"profile: incomplete recording on rank {incomplete}: do not rely on its row or on the summary")
     error = max(profile.clock_error for profile in profiles) / 1e6
@@ -47,26 +44,16 @@ def write_report(folder: Path, profiles: Sequence[RankProfile], log: Callable[[s
 
 @dataclass(frozen=True)
 class Row:
-    """One rank's mean step, in milliseconds; the names of the attributes are keys of ``profile.json``.
-
-    Attributes:
-        rank, host: the rank and its host.
-        steps: number of steps recorded.
-        step_ms: time of one step.
-        parts_ms: the time of each of :data:`PARTS`; they add up to ``step_ms``.
-        hidden_ms: exchange that overlaps with compute; included in compute.
-        waited_for_ms: the longest time that another rank spent only waiting for this one.
-        clock_error_ms: maximum error of its times relative to rank 0's clock.
-    """
+    """One rank's mean step, in milliseconds; the names of the attributes are keys of ``profile.json``."""
 
     rank: int
     host: str
-    steps: int
+    steps: int  # number of steps recorded
     step_ms: float
-    parts_ms: dict[str, float]
-    hidden_ms: float
-    waited_for_ms: float
-    clock_error_ms: float
+    parts_ms: dict[str, float]  # the time of each of PARTS; they add up to step_ms
+    hidden_ms: float  # exchange that overlaps with compute; included in compute
+    waited_for_ms: float  # the longest time that another rank spent only waiting for this one
+    clock_error_ms: float  # maximum error of its times relative to rank 0's clock
 
 
 def mean_rows(ranks: Sequence[RankParts]) -> list[Row]:
@@ -145,7 +132,7 @@ def _mean_parts(rows: Sequence[Row]) -> dict[str, float]:
     return {name: sum(row.parts_ms[name] for row in rows) / len(rows) for name in PARTS}
 
 
-def print_table(rows: Sequence[Row], stream: TextIO) -> None:
+def print_table(rows: Sequence[Row]) -> None:
     """Print the table and the summary, without colors: a launcher may run each rank in a pseudo-terminal."""
     table: list[Sequence[str]] = [("rank", "host", "step", *PARTS, "(hidden)", "waited for")]
     for row in rows:
@@ -153,12 +140,11 @@ def print_table(rows: Sequence[Row], stream: TextIO) -> None:
         host = row.host if len(row.host) <= 20 else f"{row.host[:19]}…"
         table.append((str(row.rank), host, *(f"{number:.1f}" for number in numbers)))
     lines = aligned(table, right=range(2, len(table[0])))
-    print(f"Where the time goes: ms of a step, mean of {rows[0].steps}", *lines, summarize(rows), sep="\n", file=stream)
+    print(f"Where the time goes: ms of a step, mean of {rows[0].steps}", *lines, summarize(rows), sep="\n", flush=True)
 
 
-def as_json(ranks: Sequence[RankParts], problems: Sequence[str]) -> dict[str, object]:
+def as_json(rows: Sequence[Row], ranks: Sequence[RankParts], problems: Sequence[str]) -> dict[str, object]:
     """Return every rank's mean and every step for JSON; docs/profiling.md documents the keys."""
-    rows = mean_rows(ranks)
     return {
         "format_version": FORMAT_VERSION,
         "verdict": summarize(rows),

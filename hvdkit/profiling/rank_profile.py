@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -51,29 +50,17 @@ class Phase(NamedTuple):
 
 @dataclass
 class RankProfile:
-    """The profile of one rank; times in nanoseconds, in this rank's monotonic clock until :meth:`shifted`.
-
-    Attributes:
-        rank: the rank.
-        host: its host.
-        marks: the end of each step, starting with the step before the recording.
-        spans: activities of its threads.
-        collectives: its collectives.
-        phases: Horovod's own timeline, if recorded; only on rank 0.
-        problems: messages to the user about data that could not be recorded.
-        left_out: number of short ops that were dropped to limit the size of the trace.
-        clock_error: maximum error of its times relative to rank 0's clock, nanoseconds.
-    """
+    """The profile of one rank; times in nanoseconds, in this rank's monotonic clock until :meth:`shifted`."""
 
     rank: int
     host: str
-    marks: list[StepEnd] = field(default_factory=list)
+    marks: list[StepEnd] = field(default_factory=list)  # starting with the step before the recording
     spans: list[Span] = field(default_factory=list)
     collectives: list[TimedCollective] = field(default_factory=list)
-    phases: list[Phase] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    left_out: int = 0
-    clock_error: int = 0
+    phases: list[Phase] = field(default_factory=list)  # Horovod's own timeline, if recorded; only on rank 0
+    problems: list[str] = field(default_factory=list)  # messages about data that could not be recorded
+    left_out: int = 0  # number of short ops that were dropped to limit the size of the trace
+    clock_error: int = 0  # maximum error of its times relative to rank 0's clock
 
     def drop_short_ops(self, most: int, shortest: int = 0) -> None:
         """Keep the ``most`` longest ops of at least ``shortest`` nanoseconds; add the others to ``left_out``."""
@@ -97,11 +84,10 @@ class RankProfile:
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> RankProfile:
         """Create a profile from its attributes, in which JSON has turned tuples into lists."""
-        kinds: dict[str, Callable[..., object]] = {
-            "marks": StepEnd,
-            "spans": Span,
-            "collectives": TimedCollective,
-            "phases": Phase,
+        rows = {
+            "marks": [StepEnd(*row) for row in document["marks"]],
+            "spans": [Span(*row) for row in document["spans"]],
+            "collectives": [TimedCollective(*row) for row in document["collectives"]],
+            "phases": [Phase(*row) for row in document["phases"]],
         }
-        rows = {name: [kind(*row) for row in document[name]] for name, kind in kinds.items()}
         return cls(**{**document, **rows})

@@ -30,15 +30,7 @@ SUPERVISOR = "hk.Supervisor"
 
 
 class Recorder:
-    """Records this rank's steps ``first`` to ``last``. The training thread calls its methods.
-
-    Args:
-        settings: the steps to record, and the output folder.
-        profile: an empty profile of this rank.
-        exchange: exchanges objects among all ranks: ``allgather``, ``broadcast`` and ``allgather_bytes``.
-        horovod: the initialized ``horovod.tensorflow``.
-        log: prints a line for the user.
-    """
+    """Records this rank's steps in an empty profile. The training thread calls its methods; ``log`` is for the user."""
 
     def __init__(
         self,

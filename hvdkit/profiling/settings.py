@@ -18,21 +18,22 @@ _FORMAT = re.compile(r"(?P<folder>.+?)(:(?P<first>\d+)-(?P<last>\d+))?")
 
 @dataclass(frozen=True)
 class ProfileSettings:
-    """Settings to profile the steps ``first`` to ``last`` of a run, counted from 1, and write into ``folder``.
-
-    Attributes:
-        timeline: record Horovod's timeline as well.
-    """
+    """Settings to profile the steps ``first`` to ``last`` of a run, counted from 1, and write into ``folder``."""
 
     folder: Path
     first: int = FIRST
     last: int = LAST
-    timeline: bool = False
+    timeline: bool = False  # record Horovod's timeline as well
 
     def __post_init__(self) -> None:
         if not 3 <= self.first <= self.last:
             expected = "3 <= FIRST <= LAST: the first step traces the graph, and the profiler starts in another"
             raise ValueError(describe("steps to profile", f"{self.first}-{self.last}", expected, "pass other steps"))
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables with which a rank has these settings."""
+        timeline = {TIMELINE: "1"} if self.timeline else {}
+        return {VARIABLE: f"{self.folder}:{self.first}-{self.last}", **timeline}
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> ProfileSettings | None:

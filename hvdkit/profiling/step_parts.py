@@ -30,59 +30,36 @@ PARTS = ("compute", "exchange", "wait", "input", "save", "other")
 
 @dataclass(frozen=True)
 class StepParts:
-    """The parts of one step on one rank, in nanoseconds.
+    """The parts of one step on one rank, in nanoseconds of rank 0's clock."""
 
-    Attributes:
-        step: number of the step.
-        steps: number of steps it represents, if the program counts several at once.
-        start, end: in rank 0's clock.
-        parts: the time of each of :data:`PARTS`; they add up to ``end - start``.
-        hidden: time of exchanges that overlapped with computation; included in compute.
-    """
-
-    step: int
-    steps: int
+    step: int  # its number
+    steps: int  # number of steps it represents, if the program counts several at once
     start: int
     end: int
-    parts: dict[str, int]
-    hidden: int
+    parts: dict[str, int]  # the time of each of PARTS; they add up to end - start
+    hidden: int  # time of exchanges that overlapped with computation; included in compute
 
 
 @dataclass
 class RankParts:
-    """One rank's steps.
-
-    Attributes:
-        rank, host: the rank and its host.
-        steps: the steps, in order.
-        intervals: the intervals of each part, over all steps.
-        waits_for: for each other rank, the intervals in which this rank only waited for it.
-        collectives: its collectives, in order.
-        clock_error: maximum error of its times relative to rank 0's clock, nanoseconds.
-    """
+    """One rank's steps."""
 
     rank: int
     host: str
-    steps: list[StepParts]
-    intervals: dict[str, Intervals]
-    waits_for: dict[int, Intervals]
-    collectives: list[MatchedCollective]
-    clock_error: int
+    steps: list[StepParts]  # in order
+    intervals: dict[str, Intervals]  # of each part, over all steps
+    waits_for: dict[int, Intervals]  # for each other rank, when this rank only waited for it
+    collectives: list[MatchedCollective]  # in order
+    clock_error: int  # maximum error of its times relative to rank 0's clock, nanoseconds
 
 
 @dataclass(frozen=True)
 class MatchedCollective:
-    """A collective, matched with the same one on other ranks.
+    """A collective, matched with the same one on other ranks."""
 
-    Attributes:
-        local: the collective on this rank.
-        last_entry: the time at which the last rank entered it, in rank 0's clock; not after it ended on this rank.
-        last_rank: the last rank to enter it.
-    """
-
-    local: TimedCollective
-    last_entry: int
-    last_rank: int
+    local: TimedCollective  # on this rank
+    last_entry: int  # when the last rank entered it, in rank 0's clock; not after it ended on this rank
+    last_rank: int  # the last rank to enter it
 
 
 def divide(profiles: Sequence[RankProfile]) -> list[RankParts]:

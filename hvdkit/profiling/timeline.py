@@ -43,19 +43,13 @@ def read(path: Path, epoch_offset: int) -> list[Phase]:
 
 
 def _events(text: str) -> list[TraceEvent]:
-    events: list[TraceEvent] = []
-    text = text.strip()
-    if not text:
-        return events
-    for end in ("", "]", "}]"):
+    """Return the events up to the last complete one."""
+    text = text.strip().rstrip(",")
+    complete = text[: text.rfind("},") + 1] or "["
+    for candidate in (text, f"{text}]", f"{text}}}]", f"{complete}]"):
         try:
-            events = json.loads(text.rstrip(",") + end)
+            events: list[TraceEvent] = json.loads(candidate)
             return events
-        except json.JSONDecodeError:
-            continue
-    complete = text[: text.rfind("},") + 1]
-    try:
-        events = json.loads(complete + "]") if complete else []
-        return events
-    except json.JSONDecodeError as error:
-        raise ValueError(f"Horovod's timeline cannot be read: {error}") from None
+        except json.JSONDecodeError as error:
+            problem = error
+    raise ValueError(f"Horovod's timeline cannot be read: {problem}")

@@ -49,8 +49,7 @@ def as_json(profiles: Sequence[RankProfile], ranks: Sequence[RankParts]) -> dict
     zero = min((start for profile in profiles for start in _starts(profile)), default=0)
     events: list[TraceEvent] = []
     for profile, parts in zip(profiles, ranks, strict=True):
-        drawn = _RankEvents(profile.rank, zero)
-        drawn.process(f"rank {profile.rank} on {profile.host}")
+        drawn = _RankEvents(profile, zero)
         _draw_parts(drawn, parts)
         _draw_collectives(drawn, parts)
         _draw_activities(drawn, profile)
@@ -72,16 +71,13 @@ def _starts(profile: RankProfile) -> Iterator[int]:
 class _RankEvents:
     """The events of one rank."""
 
-    def __init__(self, rank: int, zero: int) -> None:
+    def __init__(self, profile: RankProfile, zero: int) -> None:
         self.events: list[TraceEvent] = []
-        self._rank = rank
+        self._rank = profile.rank
         self._zero = zero
         self._tracks: set[int] = set()
-
-    def process(self, name: str) -> None:
-        """Name the process."""
-        self._metadata("process_name", name=name)
-        self._metadata("process_sort_index", sort_index=self._rank)
+        self._metadata("process_name", name=f"rank {profile.rank} on {profile.host}")
+        self._metadata("process_sort_index", sort_index=profile.rank)
 
     def slice(self, track: int, shown: str, name: str, span: tuple[int, int], **more: object) -> None:
         """Draw a slice on a track; a new track is named ``shown``."""

@@ -65,7 +65,11 @@ def read(path: Path, clock: int) -> Traced:
     ends: dict[tuple[object, object], list[int]] = defaultdict(list)
     for on_device, track, events in lines:
         shifted = [event._replace(start=event.start + shift, end=event.end + shift) for event in events]
-        spans += _device_spans(track, shifted) if on_device else _host_spans(track, shifted)
+        if on_device:  # a GPU's kernels and copies, except NCCL's, which are communication
+            kernels = [event for event in shifted if "nccl" not in event.name.lower()]
+            spans += [Span("op", event.name, track, event.start, event.end) for event in kernels]
+        else:
+            spans += _host_spans(track, shifted)
         for event in shifted:
             if event.name in (_START, _DONE) and str(event.details.get("kernel_type", "")).startswith("Horovod"):
                 times = starts if event.name == _START else ends
@@ -95,13 +99,6 @@ def _host_spans(track: str, events: list[_Event]) -> Iterator[Span]:
             index = bisect_right(starts, event.start) - 1
             inside = index >= 0 and event.end <= pipeline[index][1]
             yield Span("data" if inside else "op", event.name, track, event.start, event.end)
-
-
-def _device_spans(track: str, events: list[_Event]) -> Iterator[Span]:
-    """Yield a GPU's kernels and copies, except NCCL's, which are communication."""
-    for event in events:
-        if "nccl" not in event.name.lower():
-            yield Span("op", event.name, track, event.start, event.end)
 
 
 def _lines(path: Path) -> Iterator[tuple[bool, str, list[_Event]]]:

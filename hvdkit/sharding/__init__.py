@@ -10,6 +10,6 @@ number of ranks. ``vocabulary.py`` maps arbitrary ids to rows, with eviction.
 
 Lookups: ``id_checks.py`` detects invalid ids, and ``routing.py`` exchanges ids and rows.
 
-Variables: ``shards.py`` registers those that differ between ranks, ``variables.py`` broadcasts and compares all others,
-and ``variable_optimizer.py`` registers variables that have their own optimizer.
+Variables: ``shards.py`` registers those that differ between ranks or have their own optimizer, and ``variables.py``
+broadcasts and compares all others.
 """

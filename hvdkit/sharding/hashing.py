@@ -38,17 +38,10 @@ def hash64(x: tf.Tensor) -> tf.Tensor:
 def first_rows(
     initializer: Initializer, shape: tuple[int, int], dtype: str, seed: int, table: str
 ) -> Callable[..., tf.Tensor]:
-    """Return the function from ids ``[n]`` to the initial values of their rows ``[n, shape[1]]``.
-
-    Args:
-        initializer: a constant, or a Keras initializer that draws each number independently.
-        shape: the table's shape.
-        dtype: the table's dtype.
-        seed: the layer's seed.
-        table: the table's name.
+    """Return the function from ids ``[n]`` to the initial values of their rows in ``table``, ``[n, shape[1]]``.
 
     Raises:
-        ValueError: the initializer is of another kind.
+        ValueError: the initializer is neither a constant nor one of Keras's that draw each number independently.
     """
     generator = resolve_initializer(initializer, shape, dtype, seed)
     width = shape[1]

@@ -68,24 +68,6 @@ def range_check(ids: tf.Tensor, rows: int, where: str, remedy: str = "check the 
     return Check(ids, is_out_of_range(ids, rows), "ids", where, f"0 to {rows - 1}", remedy)
 
 
-def weights_check(weights: tf.Tensor | None, matches: tf.Tensor | None, where: str) -> Check:
-    """Return the check of ``matches`` (bool): weights and ids have the same structure; None: nothing to check."""
-    values = None
-    invalid = None
-    if weights is not None:
-        values = tf.size(weights)[None]
-        invalid = tf.logical_not(matches)[None]
-    return Check(
-        values, invalid, "weights", where, "one for each id, at the same positions", "give both the same shape"
-    )
-
-
-def whole_numbers_check(ids: tf.Tensor, whole: tf.Tensor | None, where: str) -> Check:
-    """Return the check of ``whole`` ``[n]``: ids ``[n]`` passed as floats are whole numbers; None for integers."""
-    invalid = None if whole is None else tf.logical_not(whole)
-    return Check(ids, invalid, "ids, without their fraction", where, "whole numbers", "pass integers")
-
-
 def find_fault(checks: Sequence[Check]) -> Fault:
     """Return the first invalid value on this rank."""
     texts = tuple(check[2:] for check in checks)

@@ -129,10 +129,15 @@ def resolve_initializer(
     if not callable(resolved):
         remedy = "pass e.g. 'uniform', keras.initializers.RandomNormal(0.01) or an array"
         raise TypeError(describe("initializer", initializer, "a Keras initializer, its name, or values", remedy))
-    if isinstance(resolved, kinds.Initializer) and "seed" in resolved.get_config():
-        resolved = type(resolved).from_config({**resolved.get_config(), "seed": seed % 2**31})
     with tf.init_scope():
-        return _check_shape(tf.convert_to_tensor(resolved(shape, dtype=dtype)).numpy(), shape)
+        return _check_shape(tf.convert_to_tensor(seeded(resolved, seed)(shape, dtype=dtype)).numpy(), shape)
+
+
+def seeded(initializer: keras.initializers.Initializer, seed: int) -> keras.initializers.Initializer:
+    """Return the initializer with ``seed``, so that it draws the same numbers on every rank."""
+    if isinstance(initializer, keras.initializers.Initializer) and "seed" in initializer.get_config():
+        return type(initializer).from_config({**initializer.get_config(), "seed": seed % 2**31})
+    return initializer
 
 
 def _check_shape(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -8,7 +8,8 @@ import tensorflow as tf
 def keys_of(ids: tf.Tensor, rule: str, rows: int, size: int, *, base: int = 0, rank: int = 0) -> tf.Tensor:
     """Return the key of each global row.
 
-    The formulas are those of ``hvdkit.sharding.partition.owner`` and ``local_row``.
+    The rows of each rank are those of ``hvdkit.sharding.partition.rows_of``. For "div", with e = rows div N and
+    l = rows mod N, the owner is max(id div (e + 1), (id - l) div e), since the first l ranks have e + 1 rows each.
 
     Args:
         ids: global rows, all in range; their dtype must hold every key.

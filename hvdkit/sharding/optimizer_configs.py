@@ -14,9 +14,6 @@ def config_of(optimizer: keras.optimizers.Optimizer) -> dict[str, object]:
     """Return the config of an optimizer; its public attributes if it or its learning rate schedule has no config.
 
     Keras needs configs only for saving, so schedules that users write often have none.
-
-    Args:
-        optimizer: a Keras optimizer.
     """
     import keras
 

@@ -10,8 +10,6 @@ import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-import numpy as np
-
 from hvdkit.errors import describe
 
 Partition = Literal["div", "mod"]
@@ -135,53 +133,3 @@ def positions(part: range, whole: range) -> slice:
     first = whole.index(part[0])
     last = whole.index(part[-1])
     return slice(first, last + 1, max(1, (last - first) // max(1, len(part) - 1)))
-
-
-def owner(partition: str, ids: np.ndarray, rows: int, size: int) -> np.ndarray:
-    """Return the rank that holds each global row.
-
-    ``mod``: id mod N. ``div``: max(id div (e + 1), (id - l) div e), where e = rows div N and l = rows mod N, since the
-    first l ranks have e + 1 rows each.
-
-    Args:
-        partition: ``"div"`` or ``"mod"``.
-        ids: global rows, 0 to ``rows - 1``, integers of any shape.
-        rows, size: as for :func:`rows_of`.
-
-    Returns:
-        Ranks, with the shape and dtype of ``ids``.
-
-    Raises:
-        ValueError: an id or another argument is out of range.
-
-    Example:
-        >>> owner("div", np.arange(5), 5, 2), owner("mod", np.arange(5), 5, 2)
-        (array([0, 0, 0, 1, 1]), array([0, 1, 0, 1, 0]))
-    """
-    rows_of(partition, rows, 0, size)  # checks the other arguments
-    ids = np.asarray(ids)
-    if ids.dtype.kind not in "iu":
-        raise ValueError(describe("ids", f"dtype {ids.dtype}", "integers", "cast them"))
-    if ids.size and not 0 <= ids.min() <= ids.max() < rows:
-        raise ValueError(describe("ids", f"{ids.min()} to {ids.max()}", f"0 to {rows - 1}", "check them"))
-    if partition == "mod":
-        return ids % size
-    base_count, remainder = divmod(rows, size)
-    owners: np.ndarray = np.maximum(ids // (base_count + 1), (ids - remainder) // max(base_count, 1))
-    return owners
-
-
-def local_row(partition: str, ids: np.ndarray, rows: int, size: int) -> np.ndarray:
-    """Return the index of each global row in its owner's shard. Arguments and errors as for :func:`owner`.
-
-    Example:
-        >>> local_row("div", np.arange(5), 5, 2), local_row("mod", np.arange(5), 5, 2)
-        (array([0, 1, 2, 0, 1]), array([0, 0, 1, 1, 2]))
-    """
-    ranks = owner(partition, ids, rows, size)
-    ids = np.asarray(ids)
-    if partition == "mod":
-        return ids // size
-    base_count, remainder = divmod(rows, size)
-    local_rows: np.ndarray = ids - (ranks * base_count + np.minimum(ranks, remainder))
-    return local_rows

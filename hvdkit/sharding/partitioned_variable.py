@@ -18,7 +18,7 @@ from hvdkit.errors import HvdkitError, describe, integer
 from hvdkit.sharding.id_checks import Fault, as_ids, find_fault, is_out_of_range, range_check, refusal
 from hvdkit.sharding.initial import common_seed, draws_numbers, initial_blocks
 from hvdkit.sharding.keys import key_dtype, keys_of
-from hvdkit.sharding.partition import Partition, local_row, owner, rows_of
+from hvdkit.sharding.partition import Partition, rows_of
 from hvdkit.sharding.routing import KeptLookup, KeyedVariable, fetch_rows, request_rows, rows_of_last_lookup
 from hvdkit.sharding.shards import AnyVariable, Piece, Shard, set_holding, write_box
 from hvdkit.sharding.table import Initializer
@@ -105,17 +105,14 @@ class PartitionedVariable:
         self.local_index = (self.local_rows, *map(range, self.shape[1:]))
         self._key_dtype = key_dtype(-(-self.shape[0] // cluster.size()) * cluster.size())
         with tf.init_scope():
-            self.local = self._create(initializer, chief_seed, trainable)
+            zeros = tf.zeros([len(axis) for axis in self.local_index], self.dtype)
+            self.local = tf.Variable(zeros, trainable=trainable, name=self.name)
+            blocks = initial_blocks(initializer, self.shape, self.dtype.name, chief_seed, self.local_index)
+            for start, block in blocks:
+                write_box(self.local, (slice(start, start + len(block)),), block)
         piece = Piece("", self.shape, self.local_index, 0, partition)
         self.last_lookup: KeptLookup | None = None
         set_holding(self.local, Shard(self.name, (piece,), rows_by_rank=rows_of_last_lookup(self, 0)))
-
-    def _create(self, initializer: Initializer, seed: int, trainable: bool) -> tf.Variable:
-        zeros = tf.zeros([len(axis) for axis in self.local_index], self.dtype)
-        local = tf.Variable(zeros, trainable=trainable, name=self.name)
-        for start, block in initial_blocks(initializer, self.shape, self.dtype.name, seed, self.local_index):
-            write_box(local, (slice(start, start + len(block)),), block)
-        return local
 
     def __repr__(self) -> str:
         local = f"{len(self.local_rows)} of {self.shape[0]} rows on rank {cluster.rank()} of {cluster.size()}"
@@ -275,13 +272,13 @@ class PartitionedVariable:
 
     def _scatter(self, ids: np.ndarray, rows: np.ndarray) -> None:
         """Send rows to their owners, who write them."""
-        total = self.shape[0]
         size = cluster.size()
-        owners = owner(self.partition, ids, total, size)
+        keys = keys_of(tf.constant(ids), self.partition, self.shape[0], size).numpy()
+        owners = keys % size
         order = np.argsort(owners, kind="stable")
         splits = np.bincount(owners, minlength=size).astype(np.int32)
         values = rows[order].astype(self.dtype.as_numpy_dtype)
-        rows_received = alltoall(local_row(self.partition, ids[order], total, size), splits)[0]
+        rows_received = alltoall(keys[order] // size, splits)[0]
         received = alltoall(values, splits)[0]
         _, last = np.unique(rows_received[::-1], return_index=True)  # the last of duplicates
         kept = len(rows_received) - 1 - last

@@ -155,9 +155,6 @@ class KeptLookup:
     gradient has the same ids.
 
     The tensors of a graph live as long as the graph, which the layer must not keep alive: they are referenced weakly.
-
-    Args:
-        lookup: the result of :func:`request_rows`.
     """
 
     def __init__(self, lookup: RoutedLookup):
@@ -271,12 +268,6 @@ def concat(parts: Sequence[tf.Tensor]) -> tf.Tensor:
 def split(x: tf.Tensor, sizes: tf.Tensor, number: int) -> list[tf.Tensor]:
     """Split along the first axis into ``number`` tensors of these sizes."""
     return [x] if number == 1 else tf.split(x, sizes, num=number)
-
-
-def read_distinct(source: RowSource, keys: tf.Tensor) -> LookupRows:
-    """Read local rows, each once even if requested repeatedly, so that its gradient is one row as well."""
-    unique_keys, positions = tf.unique(keys)
-    return LookupRows(source.read(unique_keys), positions)
 
 
 @dataclass(frozen=True)

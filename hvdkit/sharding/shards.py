@@ -1,4 +1,5 @@
-"""Registry of variables that are not replicated: shards, parts of sharded optimizer slots, and local variables.
+"""Registries of variables that are not replicated (shards, parts of sharded optimizer slots, local variables), and of
+those that have their own optimizer.
 
 States of Keras's random generators are not replicated either, and recognized by their name. All other variables are
 replicated: equal on all ranks, with averaged gradients and the chief's initial values.
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -118,13 +119,37 @@ class Local:
 
 Holding: TypeAlias = Shard | FlatShard | Local
 
+
+class VariableOptimizer(NamedTuple):
+    """The optimizer of a variable, to which ``hk.DistributedOptimizer`` delegates its updates.
+
+    Attributes:
+        optimizer: a Keras optimizer; it is copied before use.
+        key: equal for equal optimizers: variables with the same key share a copy.
+    """
+
+    optimizer: keras.optimizers.Optimizer
+    key: str
+
+
 _HOLDINGS: WeakRegistry[Holding] = WeakRegistry()
+_OPTIMIZERS: WeakRegistry[VariableOptimizer] = WeakRegistry()
+
+
+def inner_variable(variable: AnyVariable) -> tf.Variable:
+    """Return the TensorFlow variable inside a Keras variable, None before it is created; others unchanged."""
+    return getattr(variable, "_value", variable)
+
+
+def _with_inner(variable: AnyVariable) -> tuple[AnyVariable, ...]:
+    """Return the variable, and the TensorFlow variable inside it if there is one."""
+    inner = getattr(variable, "_value", None)
+    return (variable, inner) if isinstance(inner, tf.Variable) else (variable,)
 
 
 def set_holding(variable: AnyVariable, holding: Holding | None) -> None:
     """Register what a TensorFlow or Keras ``variable`` holds; None: replicated values."""
-    inner = getattr(variable, "_value", None)
-    for each in (variable, inner) if isinstance(inner, tf.Variable) else (variable,):
+    for each in _with_inner(variable):
         if holding is None:
             _HOLDINGS.discard(each)
         else:
@@ -134,6 +159,18 @@ def set_holding(variable: AnyVariable, holding: Holding | None) -> None:
 def holding_of(variable: AnyVariable) -> Holding | None:
     """Return what ``variable`` holds, or None if it is replicated."""
     return _HOLDINGS.get(variable) or _HOLDINGS.get(getattr(variable, "_value", None))
+
+
+def set_variable_optimizer(variable: AnyVariable, optimizer: VariableOptimizer | None) -> None:
+    """Set the optimizer of a TensorFlow or Keras ``variable``; None: keep the model's."""
+    if optimizer is not None:
+        for each in _with_inner(variable):
+            _OPTIMIZERS.set(each, optimizer)
+
+
+def variable_optimizer(variable: AnyVariable) -> VariableOptimizer | None:
+    """Return the optimizer of ``variable``; None for the model's optimizer."""
+    return _OPTIMIZERS.get(variable)
 
 
 def shard_of(variable: AnyVariable) -> Shard | None:
@@ -185,7 +222,7 @@ class FlatShardState:
     partition = FLAT
 
     def __init__(self, variable: AnyVariable, shard: FlatShard):
-        self._variable = getattr(variable, "_value", variable)
+        self._variable = inner_variable(variable)
         self.shape = shard.shape
         self.dtype = self._variable.dtype
         self.local_index = (shard.elements,)
@@ -229,7 +266,7 @@ class PieceState:
     """
 
     def __init__(self, variable: AnyVariable, shard: Shard, piece: Piece):
-        self._variable = getattr(variable, "_value", variable)
+        self._variable = inner_variable(variable)
         self._box = piece.box
         self.table = piece.table
         self.name = "/".join(filter(None, (shard.owner, piece.table, shard.slot)))

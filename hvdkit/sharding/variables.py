@@ -56,12 +56,8 @@ def broadcast_and_gather(
 ) -> list[T]:
     """Do as :func:`broadcast_variables`, and return ``value()`` of every rank, from the same exchange.
 
-    Args:
-        variables: as for :func:`broadcast_variables`.
-        value: called on every rank.
-        root: the rank whose values are sent.
-        of_ranks: those of ``variables`` of which a rank has its own value after steps, such as accumulated gradients.
-            They are sent only if others differ, too: the ranks have not trained together then.
+    ``of_ranks`` are those of ``variables`` of which a rank has its own value after steps, such as accumulated
+    gradients. They are sent only if others differ, too: the ranks have not trained together then.
     """
     replicated = [v for v in variables if not differs_by_rank(v)]
 
@@ -88,7 +84,11 @@ def broadcast_compared(variables: list[AnyVariable], root: int = 0) -> None:
     if cluster.size() == 1:
         return
     for number, batch in enumerate(_batches(variables)):
-        _broadcast_batch(batch, root, f"hvdkit.variables.{number}")
+        flat = tf.concat([tf.reshape(tf.convert_to_tensor(v), [-1]) for v in batch], axis=0)
+        sizes = [int(tf.TensorShape(v.shape).num_elements() or 0) for v in batch]
+        parts = tf.split(tensors.broadcast(flat, root, f"hvdkit.variables.{number}"), sizes)
+        for variable, part in zip(batch, parts, strict=True):
+            variable.assign(tf.reshape(part, variable.shape))
 
 
 def compare_variables(variables: Iterable[AnyVariable]) -> str:
@@ -167,10 +167,3 @@ def _batches(variables: list[AnyVariable]) -> list[list[AnyVariable]]:
         batches[-1].append(variable)
         bytes_left -= nbytes
     return batches
-
-
-def _broadcast_batch(variables: list[AnyVariable], root: int, name: str) -> None:
-    flat = tf.concat([tf.reshape(tf.convert_to_tensor(v), [-1]) for v in variables], axis=0)
-    sizes = [int(tf.TensorShape(v.shape).num_elements() or 0) for v in variables]
-    for variable, part in zip(variables, tf.split(tensors.broadcast(flat, root, name), sizes), strict=True):
-        variable.assign(tf.reshape(part, variable.shape))

@@ -23,7 +23,7 @@ from hvdkit.errors import describe, see
 from hvdkit.sharding.hashing import bucket_of
 from hvdkit.sharding.keys import keys_of
 from hvdkit.sharding.shards import AnyVariable, RowUsage, shard_of
-from hvdkit.sharding.table import BUCKET
+from hvdkit.sharding.table import BUCKET, Table
 
 # A reserved id that marks free rows.
 NO_ID = -(2**63)
@@ -46,26 +46,22 @@ class Vocabulary:
     Attributes:
         rows: this rank's rows, ``[buckets * W + 1, width]``; the last row is unused and stays zero.
         usage: the usage of the rows.
+        table: the table.
         buckets: the buckets of this rank.
-        total: number of all buckets.
-        evict: "lru" or "lfu".
         first_rows: the function from ids to initial values, see ``hvdkit.sharding.hashing``.
-        table: the table's name, for messages.
         training: True: new ids are assigned rows. False: they are not. None: unspecified; gradients raise an error.
     """
 
     rows: tf.Variable
     usage: RowUsage
+    table: Table
     buckets: range
-    total: int
-    evict: str
     first_rows: Callable[[tf.Tensor], tf.Tensor]
-    table: str
     training: bool | None
 
     def route(self, ids: tf.Tensor, size: int) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the owner of each id, int32, and the ids to send to it."""
-        keys = keys_of(bucket_of(ids, self.total), "div", self.total, size)
+        keys = keys_of(bucket_of(ids, self.table.buckets), "div", self.table.buckets, size)
         return tf.cast(keys % size, tf.int32), ids
 
     def read(self, ids: tf.Tensor) -> tf.Tensor:
@@ -80,7 +76,7 @@ class Vocabulary:
     def _without_gradient(self, rows: tf.Tensor) -> tf.Tensor:
         """Raise in the gradient if ``training`` was not specified: new ids would silently never learn."""
         remedy = "pass training=True to the layer (the model's call must forward it), or False to keep its ids"
-        expected = f"True where table {self.table!r}, whose ids change, is trained"
+        expected = f"True where table {self.table.name!r}, whose ids change, is trained"
         return tf.raw_ops.PreventGradient(input=rows, message=describe("training", None, expected, remedy))
 
     @property
@@ -95,7 +91,7 @@ class Vocabulary:
                 clock = self.usage.clock.assign_add([1, 0])
         if not self.buckets:  # there are fewer buckets than ranks: all requests to this rank are empty
             return tf.fill([tf.size(ids)], tf.constant(self._unused_row, tf.int64))
-        bucket = bucket_of(ids, self.total) - self.buckets.start
+        bucket = bucket_of(ids, self.table.buckets) - self.buckets.start
         real = ids != tf.constant(NO_ID, tf.int64)
         hits = tf.logical_and(self.usage.ids.sparse_read(bucket) == ids[:, None], real[:, None])
         is_known = tf.reduce_any(hits, 1)
@@ -112,7 +108,7 @@ class Vocabulary:
     def _record_use(self, cells: tf.Tensor, now: tf.Tensor) -> None:
         """Record a request for the rows at ``cells``, ``[n, 2]`` (bucket, way)."""
         steps = tf.zeros_like(cells[:, 0])
-        if self.evict == "lfu":
+        if self.table.evict == "lfu":
             steps = tf.minimum(self.usage.used.gather_nd(cells) // _STEPS + 1, _MAX_STEPS)
         self.usage.used.scatter_nd_update(cells, steps * _STEPS + now)
 
@@ -143,7 +139,7 @@ class Vocabulary:
     def _assign_rows(self, cells: tf.Tensor, ids: tf.Tensor, now: tf.Tensor) -> None:
         """Assign the rows at ``cells``, ``[n, 2]`` (bucket, way), to new ids, and initialize them."""
         usage = self.usage
-        first = _STEPS if self.evict == "lfu" else 0
+        first = _STEPS if self.table.evict == "lfu" else 0
         usage.ids.scatter_nd_update(cells, ids)
         usage.used.scatter_nd_update(cells, tf.fill([tf.size(ids)], first + now))
         usage.fresh.scatter_nd_update(cells, tf.fill([tf.size(ids)], True))
@@ -154,10 +150,7 @@ class Vocabulary:
 def pop_new_rows(usage: RowUsage, gradient: tf.Tensor | tf.IndexedSlices, whole: bool) -> tf.Tensor:
     """Return the rows assigned to new ids since the last update, and clear their flags; called before an update.
 
-    Args:
-        usage: the usage of the rows.
-        gradient: the gradient of the table's rows.
-        whole: check all rows, not only those in the gradient.
+    With ``whole``, check all rows, not only those in the gradient.
     """
     usage.clock.assign(tf.stack([usage.clock[0], usage.clock[0]]))
     if isinstance(gradient, tf.IndexedSlices) and not whole:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import xxhash
 
 from hvdkit import cluster
-from hvdkit.cluster.agreement import compare, differing_indices, gather
+from hvdkit.cluster.agreement import compare, differing_indices, gather, run_and_describe
 from hvdkit.collectives.digests import digest
 from hvdkit.errors import describe
 from hvdkit.optimizer.equal_ranks import slots_of
@@ -26,6 +26,10 @@ class _Report(NamedTuple):
     names: list[str]
     digests: list[bytes]
 
+    def combined_digest(self) -> bytes:
+        # Include the step, so that ranks at different steps do not compare equal.
+        return xxhash.xxh3_128_digest(self.step.to_bytes(8, "little") + b"".join(self.digests))
+
 
 class DivergenceDetector:
     """Compares variables bit for bit over all ranks every few steps.
@@ -41,55 +45,54 @@ class DivergenceDetector:
         variables: TensorFlow or Keras variables, the same list on every rank; or a function that returns them, for
             optimizers that create their slots later.
         every: steps between comparisons.
+        first: also compare at the first call of :meth:`check`.
 
     Raises:
         ValueError: ``every`` is not an integer >= 1.
-
-    Example::
-
-        detector = DivergenceDetector(lambda: replicated(model, model.optimizer), every=500)
-        for step, batch in enumerate(batches, start=1):
-            train_step(batch)
-            detector.check(step)
     """
 
-    def __init__(self, variables: Iterable[AnyVariable] | Callable[[], Iterable[AnyVariable]], *, every: int) -> None:
+    def __init__(
+        self,
+        variables: Iterable[AnyVariable] | Callable[[], Iterable[AnyVariable]],
+        *,
+        every: int,
+        first: bool = False,
+    ) -> None:
         if not isinstance(every, int) or every < 1:
             raise ValueError(describe("every", every, "a number of steps >= 1", "pass e.g. 500"))
         self.every = every
         self._variables = variables if callable(variables) else list(variables)
         self._checked = 0
+        self._compares_next = first
         self._equal: int | None = None
 
     def check(self, step: int) -> None:
         """Compare the variables if a comparison is due. Every rank must call it after every step; steps may jump.
 
-        Args:
-            step: number of steps done, the same on every rank.
-
-        Raises:
-            CollectiveMismatchError: variables differ; raised on every rank. The message names the rank, the first
-                variable, the step, and the last step at which all were equal.
+        The CollectiveMismatchError names the rank, the first variable, the step, and the last step at which all were
+        equal.
         """
+        if self._compares_next:
+            self._compares_next = False
+            self.compare(step)
         if step // self.every <= self._checked // self.every:
             return
         self._checked = step
         self.compare(step)
 
     def compare(self, step: int) -> None:
-        """Compare the variables now. Args and Raises as for :meth:`check`."""
+        """Compare the variables now. Raises as :meth:`check` does."""
         if cluster.size() == 1:
             return
-        reports: list[_Report] = []
+        exchange = cluster.exchange()
 
-        def combined_digest() -> bytes:
+        def report() -> _Report:
             variables = list(self._variables() if callable(self._variables) else self._variables)
-            reports.append(_Report(step, [variable_name(v) for v in variables], [digest(v) for v in variables]))
-            # Include the step, so that ranks at different steps do not compare equal.
-            return xxhash.xxh3_128_digest(step.to_bytes(8, "little") + b"".join(reports[0].digests))
+            return _Report(step, [variable_name(v) for v in variables], [digest(v) for v in variables])
 
-        if len(set(gather(cluster.exchange(), "a divergence check", combined_digest))) > 1:
-            _raise_difference(gather(cluster.exchange(), "divergent variables", lambda: reports[0]), self._equal)
+        own, combined = run_and_describe(exchange, "a divergence check", report, _Report.combined_digest)
+        if len(set(combined)) > 1:
+            _raise_difference(gather(exchange, "divergent variables", lambda: own), self._equal)
         self._equal = step
 
 
@@ -97,9 +100,6 @@ def check_first_update(model: keras.Model, optimizer: keras.optimizers.Optimizer
     """Compare parameters and slots over ranks after the first update, to detect optimizers that do not average.
 
     Every rank must call it. It costs one digest of all values and an exchange of some 100 bytes per rank.
-
-    Raises:
-        CollectiveMismatchError: they differ; raised on every rank.
     """
     group = getattr(getattr(optimizer, "_hvdkit", None), "group", None)
     if group is None:  # each process set trains its own model
@@ -111,14 +111,6 @@ def replicated(model: keras.Model | None, optimizer: keras.optimizers.Optimizer 
 
     Excludes gradients accumulated between updates (``accumulate_steps``), shards, sharded slots, and non-trainable
     weights such as moving statistics and states of random generators.
-
-    Args:
-        model: a Keras model, or None.
-        optimizer: a Keras optimizer, built or not, or None.
-
-    Example::
-
-        DivergenceDetector(lambda: replicated(model, model.optimizer), every=500)
     """
     slots = [] if optimizer is None else slots_of(optimizer)
     parameters = [] if model is None else model.trainable_variables

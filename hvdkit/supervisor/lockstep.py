@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 from hvdkit import cluster
-from hvdkit.cluster.agreement import gather
+from hvdkit.cluster.agreement import run_and_describe
 from hvdkit.cluster.logs import get_logger
 
 T = TypeVar("T")
@@ -21,22 +21,13 @@ def lockstep(batches: Iterable[T]) -> Iterator[T]:
     Otherwise, ranks with more data would wait in their next collective for a rank whose data have ended. Their
     remaining batches are dropped, and the chief logs a warning. ``hk.data.GlobalBatches`` doesn't need this: it gives
     all ranks the same number of batches and uses every example.
-
-    Example::
-
-        for batch in lockstep(my_dataset):
-            train_step(batch)
     """
     source = iter(batches)
     exchange = cluster.exchange()
-    ready: list[T] = []
-
-    def read() -> int:
-        ready[:] = itertools.islice(source, WINDOW)
-        return len(ready)
-
     while True:
-        counts = gather(exchange, "the number of batches", read)
+        ready, counts = run_and_describe(
+            exchange, "the number of batches", lambda: list(itertools.islice(source, WINDOW)), len
+        )
         yield from ready[: min(counts)]
         if min(counts) < WINDOW:
             break

@@ -40,15 +40,6 @@ class Pace:
 
     Raises:
         ValueError: ``seconds`` is not positive.
-
-    Example::
-
-        pace = Pace(seconds=1.0)
-        for step, batch in enumerate(batches, start=1):
-            train_step(batch)
-            if pace.due(step):
-                request, interval = hk.broadcast_object((my_request(), pace.proposal(step)))
-                pace.settle(step, interval)
     """
 
     def __init__(self, seconds: float = 1.0, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -80,9 +71,6 @@ class Pace:
         """Set the next agreement to ``step + interval``. Every rank passes the chief's proposal.
 
         While an operation is in flight whose completion the ranks must agree on, pass 1 to agree again after one step.
-
-        Raises:
-            ValueError: ``interval`` is less than 1.
         """
         if interval < 1:
             raise ValueError(describe("interval", interval, "at least 1 step", "pass the chief's proposal"))

@@ -111,12 +111,7 @@ class RunSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStart:
-    """Where and when a session began.
-
-    Attributes:
-        step: steps of all runs before.
-        time: of the monotonic clock.
-    """
+    """The step, and the time of the monotonic clock, at which a session began."""
 
     step: int
     time: float = field(default_factory=time.monotonic)
@@ -136,7 +131,9 @@ class RunStart:
 def report_start(
     step: int, restored_from: RunPath | None, folder: RunPath, given_rate: float | None, rate: float | None
 ) -> None:
-    """Log the step at which training begins, and why; warn if the checkpoint has another learning rate."""
+    """Log on the chief the step at which training begins; warn if the checkpoint has another learning rate."""
+    if not cluster.is_chief():
+        return
     source = f"from {restored_from}" if restored_from else f"(no checkpoint in {folder})"
     get_logger().info("training begins at step %d %s", step, source)
     if rate != given_rate:

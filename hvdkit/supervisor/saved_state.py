@@ -12,7 +12,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.checkpoint.state import flatten
 from hvdkit.errors import CorruptCheckpointError, describe, integer
 from hvdkit.internals import global_seed_generator
 from hvdkit.sharding.shards import AnyVariable
@@ -72,7 +71,7 @@ class Position:
         return {"global_step": self.step, "data": self._data_state}
 
     def restore(self, state: dict[str, object]) -> None:
-        """Restore a saved position. Raises CorruptCheckpointError if it is none."""
+        """Restore a saved position, after checking it."""
         step = state.get("global_step") if isinstance(state, dict) else None
         if type(step) is not int or step < 0 or "data" not in state:
             raise CorruptCheckpointError(f"got {ascii(state)[:80]}, expected global_step and data")
@@ -115,12 +114,7 @@ def state_to_save(
     extra: Mapping[str, object] | None,
     position: Position,
 ) -> Callable[[], dict[str, object]]:
-    """Return a function that returns the state to save, under the keys used to restore it.
-
-    Raises:
-        ValueError: the model is not built.
-        TypeError: ``model`` is not a Keras model, or ``variables`` contains something else.
-    """
+    """Return a function that returns the state to save, under the keys used to restore it."""
     if model is not None and not isinstance(model, keras.layers.Layer):
         raise TypeError(describe("model", type(model).__name__, "a Keras model", "pass variables in variables=[...]"))
     if model is not None and not model.built:
@@ -158,15 +152,3 @@ def current_rate(optimizer: keras.optimizers.Optimizer | None) -> float | None:
     """Return the learning rate that ``optimizer`` keeps in a variable; None if it uses a schedule."""
     rate = getattr(getattr(optimizer, "inner_optimizer", optimizer), "_learning_rate", None)
     return float(np.asarray(rate)) if isinstance(rate, keras.Variable) else None
-
-
-def variables_of_ranks(state: Mapping[str, object]) -> list[AnyVariable]:
-    """Return the variables of which each rank saves its own value.
-
-    They are moving statistics, accumulated gradients, and states of random generators.
-
-    Args:
-        state: what a Supervisor saves.
-    """
-    tensors = flatten(state).tensors.values()
-    return [t.variable for t in tensors if t.kind == "per_rank" and t.variable is not None]

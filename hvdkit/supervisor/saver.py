@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hvdkit import cluster
+from hvdkit.checkpoint.chief_io import SaveThroughChief
 from hvdkit.checkpoint.files import RunPath
 from hvdkit.checkpoint.folder import prune
 from hvdkit.checkpoint.manifest import step_name
 from hvdkit.checkpoint.rank_checks import agreed_state
-from hvdkit.checkpoint.saving import SaveProgress, all_ranks_done, finish, progress_of, start_save, take_snapshot
+from hvdkit.checkpoint.saving import SaveProgress, all_ranks_done, finish, progress_of, take_snapshot
 from hvdkit.checkpoint.writing import Save
 from hvdkit.cluster.logs import get_logger
 from hvdkit.cluster.progress import progress, spending
@@ -33,7 +33,7 @@ class Saver:
     Args:
         folder: the parent of the ``step-...`` folders.
         state: returns the state to save.
-        max_to_keep, keep_every: as for :class:`hvdkit.Supervisor`.
+        keep: ``max_to_keep`` and ``keep_every`` of :class:`hvdkit.Supervisor`.
         gather: the chief writes everything, and :meth:`begin` blocks until that is done.
         asynchronous: training continues while a save is written.
         permitted: called on the chief before a checkpoint is renamed to its final name; raises to prevent it.
@@ -41,7 +41,7 @@ class Saver:
             checkpoint is never kept.
 
     Attributes:
-        asynchronous: as passed.
+        asynchronous, stop_on_nonfinite: as passed.
         step: the step of the last save that was started, or None.
         when: its monotonic time; initially that of construction.
         seconds: how long the last save took, or its call until it is complete; 0 before the first.
@@ -55,8 +55,7 @@ class Saver:
         folder: RunPath,
         state: Callable[[], Mapping[str, object]],
         *,
-        max_to_keep: int | None,
-        keep_every: int | None,
+        keep: tuple[int | None, int | None],
         gather: bool,
         asynchronous: bool,
         permitted: Callable[[], None],
@@ -71,10 +70,10 @@ class Saver:
         self._folder = folder
         self._state = state
         self._gather = gather
-        self._keep = (max_to_keep, keep_every)
+        self._keep = keep
         self._good: set[str] = set()  # names of checkpoints, for retention
         self._permitted = permitted
-        self._stop_on_nonfinite = stop_on_nonfinite
+        self.stop_on_nonfinite = stop_on_nonfinite
         self._save: Save | None = None
         self.newest: RunPath | None = None
 
@@ -97,9 +96,7 @@ class Saver:
     def begin(self, step: int) -> RunPath:
         """Wait for the previous save, take a snapshot and start writing it. Return the checkpoint's folder.
 
-        Raises:
-            CheckpointError: the previous save failed on some rank, or with ``gather`` this one.
-            NonFiniteError: that save found NaN or infinite weights or slots.
+        Raises as :meth:`update` does: for the previous save or, with ``gather``, for this one.
         """
         self.wait()
         self.dropped = None
@@ -113,16 +110,18 @@ class Saver:
                 lambda: secrets.token_hex(4),
                 in_place=self._gather or not self.asynchronous,
             )
-            self._save = start_save(
+            save_class = SaveThroughChief if self._gather else Save
+            self._save = save_class(
                 target,
                 snapshot,
                 step=step,
+                rank=cluster.rank(),
+                size=cluster.size(),
                 token=token,
-                gather=self._gather,
-                background=self.asynchronous,
                 before_commit=self._permitted,
                 after_commit=lambda: self._committed(target, step),
-            )
+                background=self.asynchronous and not self._gather,
+            ).start()
         if self._gather:
             self.wait()
         self.step = step
@@ -153,51 +152,39 @@ class Saver:
         """Return this rank's progress with the current save, for :meth:`update`."""
         return SaveProgress() if self._save is None else progress_of(self._save)
 
-    def update(self, ranks: Sequence[SaveProgress]) -> None:
-        """Determine from the progress of all ranks whether the save is complete.
+    def update(self, ranks: Sequence[SaveProgress] | None) -> None:
+        """Determine from the progress of all ranks whether the save is complete; without it, wait for its end.
 
         Raises:
             CheckpointError: the save failed on the rank that is named; raised on every rank.
             NonFiniteError: weights or slots are not finite on the rank that is named; raised on every rank.
         """
-        if self._save is not None:
-            save = self._save
-            self._save = None
-            with spending("save"), self._nonfinite_handled():
-                is_done = all_ranks_done(save, ranks)
-                self._save = None if is_done else save
-                self.newest = save.target if is_done else self.newest
-            if self._save is None:
-                self._end(save)
-
-    def wait(self) -> None:
-        """Wait for the current save to complete. Raises as :meth:`update` does."""
-        if self._save is not None:
-            save = self._save
-            self._save = None
-            with spending("save"), self._nonfinite_handled():
-                finish(save)
-                self.newest = save.target
-            self._end(save)
-
-    def _end(self, save: Save) -> None:
-        """Note how long a save has taken, and that it is complete unless it was dropped."""
+        save = self._save
+        if save is None:
+            return
+        self._save = None  # also if it fails
+        try:
+            with spending("save"):
+                if ranks is None:
+                    finish(save)
+                elif not all_ranks_done(save, ranks):
+                    self._save = save
+                    return
+            self.newest = save.target
+        except NonFiniteError as error:
+            if self.stop_on_nonfinite:
+                raise
+            self.dropped = error
+            if cluster.is_chief():
+                get_logger().warning("%s (stop_on_nonfinite=False: training continues)", error)
         self.seconds = time.monotonic() - self._began
         if self.dropped is None:
             progress().flight.notes.saved(save.step, self.seconds)
             self._note_saved(save.step)
 
-    @contextlib.contextmanager
-    def _nonfinite_handled(self) -> Iterator[None]:
-        """Turn NonFiniteError into a warning on the chief if the user chose to continue."""
-        try:
-            yield
-        except NonFiniteError as error:
-            if self._stop_on_nonfinite:
-                raise
-            self.dropped = error
-            if cluster.is_chief():
-                get_logger().warning("%s (stop_on_nonfinite=False: training continues)", error)
+    def wait(self) -> None:
+        """Wait for the current save to complete. Raises as :meth:`update` does."""
+        self.update(None)
 
     def abandon(self) -> None:
         """Wait a limited time for this rank's part of the current save. Not collective."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import keras
+import numpy.typing as npt
 
 from hvdkit import cluster
 from hvdkit.checkpoint.files import RunPath, run_path
 from hvdkit.checkpoint.rank_checks import agreed_state, run_on_chief
-from hvdkit.cluster.agreement import run_on_all_ranks
+from hvdkit.checkpoint.state import flatten
 from hvdkit.cluster.progress import progress, spending
 from hvdkit.data.position import ArrayPosition, DataPosition
 from hvdkit.errors import CheckpointError, HvdkitError, describe
@@ -18,23 +21,17 @@ from hvdkit.optimizer.equal_ranks import note_equal
 from hvdkit.optimizer.mixins import ranks_of
 from hvdkit.sharding.shards import AnyVariable
 from hvdkit.supervisor import saved_state
-from hvdkit.supervisor.agreements import Agreements
+from hvdkit.supervisor.agreements import Agreements, agree_on_arguments, means_over_ranks
 from hvdkit.supervisor.divergence import DivergenceDetector, replicated
+from hvdkit.supervisor.lock import lock_of
 from hvdkit.supervisor.lockstep import lockstep
-from hvdkit.supervisor.messages import agree_on_arguments
 from hvdkit.supervisor.pace import crosses
 from hvdkit.supervisor.reports import RunStart, RunSummary, report_start
-from hvdkit.supervisor.saved_state import Position, built_optimizer, check_intervals, current_rate, state_to_save
 from hvdkit.supervisor.saver import Saver
-from hvdkit.supervisor.session_summaries import SessionSummaries
 from hvdkit.supervisor.signals import PREEMPTED
-from hvdkit.supervisor.start import prepare_folder, restore_or_initialize
-from hvdkit.supervisor.store_lock import lock_of
+from hvdkit.supervisor.start import restore_or_initialize
+from hvdkit.supervisor.summaries import Summaries, open_summaries
 from hvdkit.watchdog.reporter import reporter
-
-if TYPE_CHECKING:
-    import keras
-    import numpy.typing as npt
 
 # Sessions of fits. After an error, hk.fit closes its session; that of a plain fit is closed when the next one begins.
 # No weak references: the signal handlers of a garbage-collected session would stay installed.
@@ -137,7 +134,7 @@ class Supervisor:
     ):
         counts = {"save_steps": save_steps, "max_to_keep": max_to_keep, "keep_every": keep_every}
         intervals = {"summary_steps": summary_steps, "check_steps": check_steps}
-        check_intervals({**counts, **intervals}, save_model_secs)
+        saved_state.check_intervals({**counts, **intervals}, save_model_secs)
         switches = {"asynchronous": asynchronous, "gather": gather, "stop_on_nonfinite": stop_on_nonfinite}
         self._options = {**counts, **intervals, "save_model_secs": save_model_secs, **switches}
         self.logdir = run_path(logdir, "logdir")
@@ -145,33 +142,33 @@ class Supervisor:
         self._folder = self.logdir / "checkpoints"
         self._data = data
         self._model = model
-        self._optimizer = built_optimizer(model, optimizer)
-        self._position = Position(data)
-        self._state = state_to_save(model, self._optimizer, variables, state, self._position)
-        self._save_steps = save_steps
+        self._optimizer = saved_state.built_optimizer(model, optimizer)
+        self._position = saved_state.Position(data)
+        self._state = saved_state.state_to_save(model, self._optimizer, variables, state, self._position)
         self._lock = lock_of(self.logdir)
         self._saver = Saver(
             self._folder,
             self._state,
-            max_to_keep=max_to_keep,
-            keep_every=keep_every,
+            keep=(max_to_keep, keep_every),
             gather=gather,
             asynchronous=asynchronous,
             permitted=self._check_permitted,
             stop_on_nonfinite=stop_on_nonfinite,
         )
-        self._summaries = SessionSummaries(self.logdir / "summaries", self._position, summary_steps)
+        self._summaries: Summaries | None = None  # on the chief, from the first session on
+        self._summary_steps = summary_steps
         self._gather = gather
-        self._detector = (
-            DivergenceDetector(lambda: replicated(model, self._optimizer), every=check_steps) if check_steps else None
-        )
+        self._detector: DivergenceDetector | None = None
+        if check_steps:
+            self._detector = DivergenceDetector(
+                lambda: replicated(model, self._optimizer), every=check_steps, first=True
+            )
         self._agreements = Agreements(
-            self._saver, self._begin_save, save_model_secs=save_model_secs, stop_on_nonfinite=stop_on_nonfinite
+            self._saver, self._begin_save, save_steps=save_steps, save_model_secs=save_model_secs
         )
-        self._open = self._has_compared = False
+        self._open = False
         self._is_reported_by_fit = False
         self.trained: RunSummary | None = None
-        self._start = RunStart(step=0)
 
     def __enter__(self) -> Supervisor:
         for failed in list(_in_fit):
@@ -183,16 +180,15 @@ class Supervisor:
             synchronize_batch_normalization(self._model, process_set=ranks_of(self._optimizer))
         run_on_chief("the lock of a logdir", self._lock.acquire)
         try:
-            prepare_folder(self._folder, gather=self._gather)
-            rate = current_rate(self._optimizer)
+            rate = saved_state.current_rate(self._optimizer)
             self.restored_from = restore_or_initialize(self._folder, self._state, gather=self._gather)
-            run_on_all_ranks(cluster.exchange(), "summaries", self._summaries.open, error=CheckpointError)
+            self._summaries = open_summaries(self.logdir / "summaries", resume_at=self.global_step)
         except BaseException:
             self._lock.release()
             raise
         note_equal(self._optimizer)
-        if cluster.is_chief():
-            report_start(self.global_step, self.restored_from, self._folder, rate, current_rate(self._optimizer))
+        new_rate = saved_state.current_rate(self._optimizer)
+        report_start(self.global_step, self.restored_from, self._folder, rate, new_rate)
         self._start = RunStart(step=self.global_step)
         progress().flight.notes.expect_examples(self._position.examples_per_step)
         self._saver.start(self.restored_from, self.global_step)
@@ -210,8 +206,7 @@ class Supervisor:
                     self._agreements.agree(step, saves=self._saver.step != step, last=True)
                 average_moving_statistics(self._model, process_set=ranks_of(self._optimizer))
                 if not self.preempted and cluster.is_chief():
-                    newest = self._saver.newest or self._folder
-                    self.trained = self._start.summary(self._position, newest, self.logdir)
+                    self.trained = self._start.summary(self._position, self._saver.newest or self._folder, self.logdir)
                     if not self._is_reported_by_fit:
                         self.trained.report()
         finally:
@@ -250,7 +245,8 @@ class Supervisor:
             self._agreements.end()
             try:
                 self._saver.abandon()
-                self._summaries.close()
+                if self._summaries is not None:
+                    self._summaries.close()
             finally:
                 self._lock.release()
 
@@ -320,16 +316,13 @@ class Supervisor:
         self._position.advance(steps, prefetched=prefetched)
         now = self._position.step
         progress().at_step(now)
-        self._agreements.loss = scalars.get("loss")
-        if scalars and crosses(self._summaries.every, before, now):
-            self._summaries.write_means(scalars)
+        if scalars and crosses(self._summary_steps, before, now):
+            means = means_over_ranks(scalars)
+            if self._summaries is not None:
+                self._summaries.scalars(now, **means)
         if self._detector is not None:
-            if not self._has_compared:
-                self._has_compared = True
-                self._detector.compare(now)
             self._detector.check(now)
-        if (saves := crosses(self._save_steps, before, now)) or self._agreements.pace.due(now):
-            self._agreements.agree(now, saves=saves)
+        self._agreements.end_step(before, now, scalars.get("loss"))
 
     def summary(self, **scalars: npt.ArrayLike) -> None:
         """Write the chief's scalars at the current step; other ranks do nothing.
@@ -337,7 +330,8 @@ class Supervisor:
         Args:
             **scalars: numbers or scalar tensors by tag.
         """
-        self._summaries.scalars(**scalars)
+        if self._summaries is not None:
+            self._summaries.scalars(self.global_step, **scalars)
 
     def histogram(self, name: str, values: npt.ArrayLike) -> None:
         """Write a histogram of the chief's values at the current step; other ranks do nothing.
@@ -346,7 +340,8 @@ class Supervisor:
             name: the tag.
             values: numbers of any shape.
         """
-        self._summaries.histogram(name, values)
+        if self._summaries is not None:
+            self._summaries.histogram(self.global_step, name, values)
 
     def image(self, name: str, images: npt.ArrayLike) -> None:
         """Write the chief's images at the current step; other ranks do nothing.
@@ -355,7 +350,8 @@ class Supervisor:
             name: the tag.
             images: ``[n, height, width, channels]``, uint8 or floats 0 to 1.
         """
-        self._summaries.image(name, images)
+        if self._summaries is not None:
+            self._summaries.image(self.global_step, name, images)
 
     def save(self, *, wait: bool = True) -> RunPath:
         """Save now, after ``step``. Every rank must call it.
@@ -438,13 +434,16 @@ class Supervisor:
     def _check_permitted(self) -> None:
         """Before a checkpoint is complete, on the chief: the logdir is still locked, and the summaries are there."""
         self._lock.verify()
-        self._summaries.publish()
+        if self._summaries is not None:
+            self._summaries.publish()
 
     def _begin_save(self) -> RunPath:
-        self._summaries.flush()
+        if self._summaries is not None:  # a run that resumes from this checkpoint must find the steps before
+            self._summaries.flush()
         return self._saver.begin(self.global_step)
 
 
 def restored_of_ranks(session: Supervisor) -> list[AnyVariable]:
     """Return the variables of which each rank has restored its own value: none if the run has begun here."""
-    return [] if session.restored_from is None else saved_state.variables_of_ranks(session._state())
+    tensors = [] if session.restored_from is None else flatten(session._state()).tensors.values()
+    return [t.variable for t in tensors if t.kind == "per_rank" and t.variable is not None]

@@ -45,15 +45,6 @@ class StopSignals:
 
     Attributes:
         received: The first signal received, or None.
-
-    Example::
-
-        with StopSignals() as stop:
-            for batch in batches:
-                train_step(batch)
-                if stop.received is not None:
-                    save()
-                    sys.exit(PREEMPTED)
     """
 
     def __init__(self) -> None:
@@ -183,11 +174,6 @@ class EndNotice:
 
     Args:
         line: what to write.
-
-    Example::
-
-        with EndNotice("ended by SIGTERM: nothing was saved"):
-            train()
     """
 
     def __init__(self, line: str) -> None:

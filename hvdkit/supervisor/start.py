@@ -18,24 +18,21 @@ from hvdkit.supervisor.saved_state import Position
 _MAX_SHOWN = 3  # damaged checkpoints in an error
 
 
-def prepare_folder(folder: RunPath, *, gather: bool) -> None:
-    """Check that all ranks share ``folder``, and remove incomplete files of killed runs."""
-    if not gather:
-        check_shared(folder)
-    run_on_chief("a folder without remains", lambda: tidy(folder))
-
-
 def restore_or_initialize(
     folder: RunPath, state: Callable[[], Mapping[str, object]], *, gather: bool
 ) -> RunPath | None:
     """Restore and return the newest valid checkpoint in ``folder``, or broadcast the chief's values and return None.
 
-    Whatever is named like a step and cannot be restored is damaged: it is skipped with a warning.
+    All ranks must share the folder, unless ``gather``; incomplete files of killed runs are removed from it. Whatever is
+    named like a step and cannot be restored is damaged: it is skipped with a warning.
 
     Raises:
         CheckpointError: the newest checkpoint belongs to another model.
         CorruptCheckpointError: there are checkpoints, but all are damaged. They are not overwritten.
     """
+    if not gather:
+        check_shared(folder)
+    run_on_chief("a folder without remains", lambda: tidy(folder))
     paths = run_on_chief("the list of checkpoints", lambda: list_checkpoints(folder))
     damage = []
     for path in reversed(paths):

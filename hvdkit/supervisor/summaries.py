@@ -6,11 +6,15 @@ import contextlib
 import errno
 import itertools
 import os
+import shutil
 import socket
+import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +27,16 @@ from tensorboard.plugins.histogram import metadata as histogram_metadata
 from tensorboard.plugins.image import metadata as image_metadata
 from tensorboard.util.tensor_util import make_tensor_proto
 
-from hvdkit.checkpoint.files import checkpoint_errors, local_path, open_regular, regular_size, remedy_of
+from hvdkit import cluster
+from hvdkit.checkpoint import stores
+from hvdkit.checkpoint.files import RunPath, checkpoint_errors, local_path, open_regular, regular_size, remedy_of
+from hvdkit.cluster.agreement import run_on_all_ranks
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import CheckpointError, describe
 from hvdkit.machine.replacing import replaced, sync
+
+if TYPE_CHECKING:
+    from upath import UPath
 
 BUCKETS = 30
 """Buckets per histogram, the same number as TensorBoard's own."""
@@ -40,6 +50,7 @@ _ERRNO: Mapping[int, int] = {
     tf.errors.PERMISSION_DENIED: errno.EACCES,
     tf.errors.NOT_FOUND: errno.ENOENT,
 }
+_PUBLISH_SECONDS = 60.0
 _REWRITTEN = ".rewritten"  # without the prefix, so that TensorBoard does not read a half-written file
 
 
@@ -63,12 +74,6 @@ class Summaries(contextlib.AbstractContextManager["Summaries"]):
 
     Raises:
         CheckpointError: the folder cannot be read or written.
-
-    Example::
-
-        with Summaries(logdir, resume_at=100) as summaries:
-            summaries.scalars(101, loss=0.25, rate=0.1)
-            summaries.flush()  # before the checkpoint of step 101 is committed
     """
 
     # Write events one by one with TensorFlow's record writer. Its summary writer (tf.summary) ignores errors of single
@@ -96,33 +101,14 @@ class Summaries(contextlib.AbstractContextManager["Summaries"]):
         self.close()
 
     def scalars(self, step: int, /, **values: npt.ArrayLike) -> None:
-        """Write the scalars of ``step`` by name; NaN and infinity are shown as such.
-
-        Args:
-            step: the global step.
-            values: Python numbers, or arrays or tensors with one element. Pass names that are not Python identifiers
-                as ``**{"loss/train": 0.25}``.
-
-        Raises:
-            TypeError: a value is not a single number.
-            CheckpointError: the disk write failed.
-        """
+        """Write numbers, or arrays or tensors with one element, by name; NaN and infinity are shown as such."""
         # Use simple_value instead of a tensor (as in tf.summary): TensorBoard shows both, but its EventAccumulator
         # keeps 10,000 scalars per tag and only 10 tensors.
         numbers = {name: _number(name, value) for name, value in values.items()}
         self._write_values(step, [Summary.Value(tag=name, simple_value=x) for name, x in numbers.items()])
 
     def histogram(self, step: int, name: str, values: npt.ArrayLike) -> None:
-        """Write the distribution of an array's finite elements.
-
-        Args:
-            step: the global step.
-            name: the tag.
-            values: real numbers of any shape; NaN and infinity are ignored.
-
-        Raises:
-            CheckpointError: the disk write failed.
-        """
+        """Write the distribution of the finite elements of an array of any shape."""
         array = _on_host(values)
         if array.dtype.kind not in "biuf" or array.dtype.itemsize < 4:
             array = array.astype(np.float32)  # np.histogram does not support bfloat16, and overflows in float16
@@ -133,17 +119,10 @@ class Summaries(contextlib.AbstractContextManager["Summaries"]):
         self._write_array(step, name, buckets, histogram_metadata)
 
     def image(self, step: int, name: str, images: npt.ArrayLike) -> None:
-        """Write images as PNG.
+        """Write images ``[n, height, width, channels]`` or ``[height, width, channels]`` as PNG.
 
-        Args:
-            step: the global step.
-            name: the tag.
-            images: [n, height, width, channels] or [height, width, channels]; uint8, or floats from 0 to 1 (others
-                are clipped). 1 channel is gray, 2 gray and alpha, 3 RGB, 4 RGB and alpha.
-
-        Raises:
-            ValueError: the shape or the dtype is not supported.
-            CheckpointError: the disk write failed.
+        They are uint8, or floats from 0 to 1 (others are clipped). 1 channel is gray, 2 gray and alpha, 3 RGB, 4 RGB
+        and alpha.
         """
         array = _on_host(images)
         shape = array.shape
@@ -161,11 +140,7 @@ class Summaries(contextlib.AbstractContextManager["Summaries"]):
         self._write_array(step, name, np.array(strings, object), image_metadata)
 
     def flush(self) -> None:
-        """Sync everything written so far to disk.
-
-        Raises:
-            CheckpointError: the disk write failed.
-        """
+        """Sync everything written so far to disk."""
         with self._usable_writer() as writer:
             writer.flush()
             sync(self._path)
@@ -174,11 +149,7 @@ class Summaries(contextlib.AbstractContextManager["Summaries"]):
         """Make what was flushed visible to others: in a local folder, it is."""
 
     def close(self) -> None:
-        """Flush and close the file. Does nothing if it is already closed, or after an error.
-
-        Raises:
-            CheckpointError: the disk write failed.
-        """
+        """Flush and close the file. Does nothing if it is already closed, or after an error."""
         if self._writer is not None:
             self.flush()
             self._writer.close()
@@ -209,18 +180,78 @@ class Summaries(contextlib.AbstractContextManager["Summaries"]):
             raise
 
 
+class StoreSummaries(Summaries):
+    """Summaries in an object store, in which nothing can be appended to an object.
+
+    They are written to a temporary local folder, and uploaded each minute and before each checkpoint.
+    """
+
+    def __init__(self, folder: UPath, *, resume_at: int | None = None) -> None:
+        self._store = folder
+        with checkpoint_errors(Path(tempfile.gettempdir()), "written"):
+            self._copies = Path(tempfile.mkdtemp(prefix="hvdkit-summaries-"))
+        self._sizes: dict[str, int] = {}  # of the files in the store
+        self._publishing = threading.Lock()
+        self._ended = threading.Event()
+        self._download()
+        super().__init__(self._copies, resume_at=resume_at)
+        self.publish()
+        threading.Thread(target=self._publish_often, name="hvdkit-summaries", daemon=True).start()
+
+    def publish(self) -> None:
+        """Upload the event files that have changed."""
+        with self._publishing:
+            for file in sorted(self._copies.glob("events.*")):
+                size = file.stat().st_size
+                if self._sizes.get(file.name) != size:
+                    stores.upload(file, self._store / file.name)
+                    self._sizes[file.name] = size
+
+    def close(self) -> None:
+        """Close the file, and upload what is left. See :meth:`Summaries.close`."""
+        if not self._ended.is_set():
+            self._ended.set()
+            try:
+                super().close()
+                self.publish()
+            finally:
+                shutil.rmtree(self._copies, ignore_errors=True)
+
+    def _download(self) -> None:
+        """Fetch the event files of earlier runs, which may have steps that are trained again."""
+        for name, size in stores.sizes(self._store).items():
+            if size is not None and name.startswith("events."):
+                path = self._store / name
+                with contextlib.suppress(FileNotFoundError):  # it was removed, and is still listed
+                    stores.request(path, "read", path.fs.get_file, path.path, str(self._copies / name))
+                    self._sizes[name] = size
+
+    def _publish_often(self) -> None:
+        while not self._ended.wait(_PUBLISH_SECONDS):
+            try:
+                self.publish()
+            except (CheckpointError, OSError):
+                continue  # the next save reports it
+
+
+def open_summaries(folder: RunPath, *, resume_at: int) -> Summaries | None:
+    """Open the summaries of a run on the chief; return None on other ranks. Every rank calls it."""
+
+    def open_on_chief() -> Summaries | None:
+        if not cluster.is_chief():
+            return None
+        if isinstance(folder, Path):
+            return Summaries(folder, resume_at=resume_at)
+        return StoreSummaries(folder, resume_at=resume_at)
+
+    return run_on_all_ranks(cluster.exchange(), "summaries", open_on_chief, error=CheckpointError)
+
+
 def remove_after(folder: Path, step: int) -> None:
     """Remove events later than ``step`` and incomplete records of a killed writer from the event files in ``folder``.
 
     Only affected files are rewritten, atomically through a temporary file in the same folder: a kill at any time leaves
     either the old file or the new one. Subfolders are not touched.
-
-    Args:
-        folder: the folder of a run's event files.
-        step: the last step to keep.
-
-    Raises:
-        CheckpointError: a file cannot be read or written.
     """
     temporary = folder / _REWRITTEN
     with _file_errors(temporary, "removed"):

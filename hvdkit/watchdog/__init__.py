@@ -16,19 +16,17 @@ coordinator ends the job and writes the last line. The modules, in reading order
     left_behind.py     reports ranks that wait long, finds ranks that left by a caught exception
     leaving.py         ranks that end before others, and when each may end
     job_end.py         ends a failed job, step by step
-    training_notes.py  what the training knows, in the recorder's memory, for metrics
-    rank_gauge.py      the sentinel's measurements of its rank
     job_metrics.py     the metrics of a job, as Prometheus text
     metrics_server.py  serves them over HTTP
     otel_export.py     exports them by OpenTelemetry's SDK
     activity.py        detects from outside whether a rank makes progress
-    rank_process.py    the sentinel's view of its rank's process
+    rank_process.py    the sentinel's view of its rank's process, and its measurements for metrics
     base.py            base class of all sentinels
     running.py         the sentinel that starts the rank's program, for ``hvdkit run``
     watching.py        the sentinel of a rank started by another launcher
     coordinating.py    the same for rank 0, with the coordinator in it
     sentinel.py        entry point of all three
-    flight_recorder.py the last collectives of a rank, in shared memory
+    flight_recorder.py the last collectives of a rank, and what its training knows, in shared memory
     flight_file.py     the last collectives of all ranks of a failed job, in a file
     reporter.py        the rank's side: starts its sentinel, reports to it, carries out its orders
     sentinel_start.py  how a rank gets its sentinel

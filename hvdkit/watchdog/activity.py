@@ -20,10 +20,8 @@ class Activity:
     sleeps, possibly for hours, while other threads compute or wait for a disk. If these sleep as well, either the graph
     is waiting for other ranks or the training thread for a child process.
 
-    Args:
-        pid: the rank's process.
-        waiters: IDs of its busy-polling threads (Horovod and MPI).
-        now: host's monotonic clock, in seconds.
+    ``waiters`` are the IDs of its busy-polling threads (Horovod and MPI); times are of the host's monotonic clock, in
+    seconds.
     """
 
     def __init__(self, pid: int, waiters: Sequence[int], now: float) -> None:
@@ -41,18 +39,13 @@ class Activity:
     def idle(self, state: RecorderState, now: float, least_cpu: float = MIN_CPU_FRACTION) -> float:
         """Return the seconds since the last progress.
 
-        Args:
-            state: the rank's progress, as recorded.
-            now: host's monotonic clock, in seconds.
-            least_cpu: part of a core that other threads than the training thread have to use to count as working.
+        ``least_cpu``: part of a core that other threads than the training thread have to use to count as working.
         """
         spent = processes.cpu_nanoseconds(self._pid, state.thread)
         seconds = now - self._checked_at
-        worked = [
-            self._threads_worked(seconds, least_cpu),
-            self._children_worked(seconds),
-        ]  # both keep what they measured
-        if spent != self._training_time or spent is None or any(worked):
+        threads_worked = self._threads_worked(seconds, least_cpu)
+        children_worked = self._children_worked(seconds)
+        if spent != self._training_time or spent is None or threads_worked or children_worked:
             self._training_time = spent
             self._worked_at = now
         self._checked_at = now

@@ -35,16 +35,11 @@ _PORT_ATTEMPTS = 20
 
 
 def listen(addresses: Sequence[str] = ()) -> list[socket.socket]:
-    """Listen on the same port of all ``addresses``, by default of all interfaces.
-
-    Raises:
-        OSError: listening failed.
-    """
+    """Listen on the same port of all ``addresses``, by default of all interfaces. Raises OSError if that fails."""
     if not addresses:
         if socket.has_dualstack_ipv6():
             with contextlib.suppress(OSError):
-                both = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
-                return [both]
+                return [socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)]
         return [socket.create_server(("", 0), backlog=_BACKLOG)]
     for attempt in range(_PORT_ATTEMPTS):  # the port chosen on the first address may be in use on another
         sockets: list[socket.socket] = []
@@ -134,8 +129,7 @@ class Server:
     def receive(self, peer: Peer) -> Iterator[Message | Output]:
         """Yield a sentinel's messages: first ``Joined``, to be answered by :meth:`welcome` or with ``Refused``.
 
-        Raises:
-            Closed: a sentinel's connection has ended. Not raised for an unauthenticated connection.
+        Raises Closed if a sentinel's connection has ended, but not for an unauthenticated connection.
         """
         try:
             for message in peer.connection.receive():
@@ -143,13 +137,13 @@ class Server:
                     self._challenge(peer, message)
                 elif isinstance(message, Joined) != (peer.rank < 0):
                     raise Closed("a sentinel must join once, before any other message")
+                elif peer.version != VERSION:
+                    versions = f"its watchdog has version {VERSION}, this one {peer.version}"
+                    peer.connection.send(Refused(why=f"{versions}; use the same hvdkit on all hosts"))
+                    raise Closed("rejected")
                 else:
-                    if peer.version == VERSION:
-                        yield message
-                    else:
-                        versions = f"its watchdog has version {VERSION}, this one {peer.version}"
-                        peer.connection.send(Refused(why=f"{versions}; use the same hvdkit on all hosts"))
-                    if peer.rank < 0:
+                    yield message
+                    if peer.rank < 0:  # the receiver has not welcomed it
                         raise Closed("rejected")
         except Closed:
             self.drop(peer)

@@ -211,11 +211,7 @@ class Sentinel(ABC):
 
     @abstractmethod
     def handle_disconnect(self, *, is_cut_off: bool) -> None:
-        """Handle the loss of the connection to the coordinator.
-
-        Args:
-            is_cut_off: the coordinator's host has stopped answering.
-        """
+        """Handle the loss of the connection to the coordinator, whose host may have stopped answering."""
 
     def _disconnect(self, *, is_cut_off: bool) -> None:
         assert self.uplink is not None
@@ -290,7 +286,6 @@ class Sentinel(ABC):
             self.end(End(code=1))
 
     def _report_no_stacks(self) -> None:
-        if self.rank.leaving is not None:
-            self.report(Stacks(text="it no longer runs Python, so its stacks are unknown", waiting=True))
-            return
-        self.report(Stacks(text="it does not answer, so its stacks are unknown"))
+        is_leaving = self.rank.leaving is not None
+        why = "it no longer runs Python" if is_leaving else "it does not answer"
+        self.report(Stacks(text=f"{why}, so its stacks are unknown", waiting=is_leaving))

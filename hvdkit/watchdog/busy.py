@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 
 from hvdkit.errors import describe
 from hvdkit.watchdog.reporter import reporter
@@ -41,13 +40,4 @@ def busy(reason: str) -> AbstractContextManager[None]:
         raise TypeError(describe("reason", f"{reason!r} ({type(reason).__name__})", expected, remedy))
     if not reason.strip():
         raise ValueError(describe("reason", repr(reason), expected, remedy))
-    return _report_busy(" ".join(reason.split()))
-
-
-@contextmanager
-def _report_busy(reason: str) -> Iterator[None]:
-    reporter().begin_busy(reason)
-    try:
-        yield
-    finally:
-        reporter().end_busy(reason)
+    return reporter().busy(" ".join(reason.split()))

@@ -117,8 +117,7 @@ def _frame(message: Message | Output) -> bytes:
 def _pop_frame(received: bytearray, longest: int) -> Message | Output | int:
     """Remove the first frame from ``received`` and return its contents, or the minimum number of bytes still missing.
 
-    Raises:
-        Closed: the data is not a frame of this protocol, or its payload is longer than ``longest`` bytes.
+    Raises Closed if the data is not a frame of this protocol, or its payload is longer than ``longest`` bytes.
     """
     length = _HEADER.unpack_from(received)[1] if len(received) >= _HEADER.size else 0
     if length > longest:
@@ -140,13 +139,7 @@ def _pop_frame(received: bytearray, longest: int) -> Message | Output | int:
 class Connection:
     """One end of a connection: sends without blocking, and yields whole frames.
 
-    Args:
-        connected: a connected socket.
-        selector: waits for the socket, to read and, while bytes are unsent, to write.
-        data: ``data`` of the selector's key.
-
-    Attributes:
-        longest: maximum bytes of a frame's payload.
+    ``selector`` waits for the socket, to read and, while bytes are unsent, to write; ``data`` is that of its key.
     """
 
     def __init__(self, connected: socket.socket, selector: selectors.BaseSelector, data: object = None) -> None:
@@ -154,7 +147,7 @@ class Connection:
         self.socket = connected
         self._selector = selector
         self._data = data
-        self.longest = LONGEST
+        self.longest = LONGEST  # maximum bytes of a frame's payload
         self._received = bytearray()
         self._unsent = bytearray()
         self._events = selectors.EVENT_READ
@@ -188,10 +181,9 @@ class Connection:
             self._selector.modify(self.socket, events, self._data)
 
     def receive(self) -> Iterator[Message | Output]:
-        """Yield the frames that have arrived. Call it when the selector reports the socket as readable.
+        """Yield the frames that have arrived; then raise Closed if the connection has ended.
 
-        Raises:
-            Closed: the connection has ended; raised after all frames that arrived before.
+        Call it when the selector reports the socket as readable.
         """
         try:
             data = self.socket.recv(1 << 16)
@@ -278,7 +270,8 @@ def connect(
     once = min(seconds, _WELCOME_SECONDS)
     while True:
         try:
-            return _connect_once(offer, joined, selector, data, once)
+            connected, welcome = _connect_once(offer, joined, once)
+            return Connection(connected, selector, data), welcome
         except Unreachable as error:
             limit = seconds if error.is_accepted else once
             if not error.may_pass or time.monotonic() - began + pause >= limit:
@@ -303,9 +296,7 @@ class Unreachable(OSError):
         self.is_accepted = is_accepted
 
 
-def _connect_once(
-    offer: Offer, joined: Joined, selector: selectors.BaseSelector, data: object, seconds: float
-) -> tuple[Connection, Welcome]:
+def _connect_once(offer: Offer, joined: Joined, seconds: float) -> tuple[socket.socket, Welcome]:
     problem: Exception | None = None
     may_pass = is_accepted = False
     for address in offer.addresses:
@@ -318,7 +309,7 @@ def _connect_once(
         connected.settimeout(seconds)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # the handshake sends two messages in a row
         try:
-            return _authenticate(connected, offer.token, joined, selector, data)
+            return connected, _authenticate(connected, offer.token, joined)
         except ConnectionRefusedError:
             connected.close()
             raise
@@ -330,9 +321,7 @@ def _connect_once(
     raise Unreachable(problem, may_pass=may_pass, is_accepted=is_accepted)
 
 
-def _authenticate(
-    connected: socket.socket, token: str, joined: Joined, selector: selectors.BaseSelector, data: object
-) -> tuple[Connection, Welcome]:
+def _authenticate(connected: socket.socket, token: str, joined: Joined) -> Welcome:
     nonce = os.urandom(16).hex()
     send_now(connected, Hello(nonce=nonce, version=VERSION, proof=proof_of(token, "hello", nonce)))
     challenge = receive_now(connected, LONGEST_BEFORE_PROOF)
@@ -347,7 +336,7 @@ def _authenticate(
     if not isinstance(welcome, Welcome):
         raise Closed("the other end does not use hvdkit's protocol")
     keep_alive(connected, welcome.heartbeat)
-    return Connection(connected, selector, data), welcome
+    return welcome
 
 
 def send_now(connected: socket.socket, message: Message) -> None:
@@ -358,8 +347,7 @@ def send_now(connected: socket.socket, message: Message) -> None:
 def receive_now(connected: socket.socket, longest: int = LONGEST) -> Message:
     """Wait for one message on a blocking socket, without reading beyond it.
 
-    Raises:
-        OSError: the socket failed; :class:`Closed`: the peer has closed the connection, or has sent something else.
+    Raises OSError if the socket fails, and Closed if the peer has closed it or has sent something else.
     """
     received = bytearray()
     while isinstance(message := _pop_frame(received, longest), int):  # an int is the number of missing bytes

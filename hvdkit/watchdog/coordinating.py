@@ -31,9 +31,6 @@ class CoordinatingSentinel(WatchingSentinel):
     """Watches rank 0, and coordinates the job, whose sentinels connect to ``listeners``.
 
     It serves the job's metrics on ``metrics_listener``, if that is not None.
-
-    Attributes:
-        coordinator: None before rank 0 has called :meth:`reporter.Reporter.join`.
     """
 
     def __init__(
@@ -45,7 +42,7 @@ class CoordinatingSentinel(WatchingSentinel):
         metrics_listener: socket.socket | None = None,
     ) -> None:
         super().__init__(pid, started, connected)
-        self.coordinator: Coordinator | None = None
+        self.coordinator: Coordinator | None = None  # before rank 0 has called Reporter.join
         self._listeners = listeners
         self._metrics_listener = metrics_listener
         process = processes.stat(pid)

@@ -36,14 +36,14 @@ from hvdkit.watchdog.events import (
     WriteLine,
 )
 from hvdkit.watchdog.hung_ranks import HungRanks
-from hvdkit.watchdog.job_end import JobEnd, StoppedRanks
+from hvdkit.watchdog.job_end import JobEnd
 from hvdkit.watchdog.job_metrics import JobMetrics
 from hvdkit.watchdog.leaving import LEAVE_SECONDS, LeavingRanks
 from hvdkit.watchdog.left_behind import LeftBehind
 from hvdkit.watchdog.lines import Lines
 from hvdkit.watchdog.member import Member, broadcast
 from hvdkit.watchdog.settings import WatchdogSettings
-from hvdkit.watchdog.silent_ranks import LostRanks, SilentRanks
+from hvdkit.watchdog.silent_ranks import SilentRanks, not_replaced, of_lost_hosts
 from hvdkit.watchdog.verdict import PREEMPTED, Alive, Blame, Judged, Lost, RankEvent, Verdict, is_failure, verdict
 from hvdkit.watchdog.waits import Waits
 
@@ -65,13 +65,11 @@ class Coordinator:
 
     Args:
         size: number of ranks.
-        settings: the watchdog's settings.
-        selector: waits for the sentinels' connections.
-        listeners: listening sockets for the sentinels.
-        token: the job's token.
+        settings: the watchdog's.
+        selector: waits for the sentinels' connections, which arrive at ``listeners`` and prove the ``token``.
         welcome: returns the answer to a sentinel that joins.
         output: called with a rank and its program's output.
-        lines: writes lines for the user.
+        lines: for the user.
         hosts: display names of the ranks' hosts; by default the names that the hosts report.
         under_run: this is ``hvdkit run``, which writes the last line itself, and whose sentinels are not replaced.
         metrics: gets what sentinels report, if the job serves metrics.
@@ -113,7 +111,7 @@ class Coordinator:
         self.members: dict[int, Member] = {}
         # Running ranks with a sentinel, in the order of their last messages.
         self._running: OrderedDict[int, Member] = OrderedDict()
-        self._lost = LostRanks(self._running)  # with hvdkit run, sentinels are not replaced
+        self._lost: dict[int, Member] = {}  # ranks whose sentinels are gone, and may be replaced; not with hvdkit run
         self._leaving = LeavingRanks(self._running, self._record)
         self._silent = SilentRanks(self._running, settings)
         self._hung = HungRanks(self._running, settings.patience, lines)
@@ -126,7 +124,7 @@ class Coordinator:
         self.verdict: Verdict | None = None
         self._end = JobEnd(size, settings, self.members, self.judge, self._lines, writes_last=not under_run)
         self.messages = 0
-        self._stopped = StoppedRanks(self._running, settings.unwind)
+        self._stopped: set[int] = set()  # ranks that have been ended because the job is being stopped
         self._failed: set[int] = set()  # ranks that have reported their own error
         self._victims: set[int] = set()  # ranks that have reported an error caused by another rank
         self._give_up_at: float | None = None  # after the verdict: when the remaining ranks count as lost
@@ -192,7 +190,7 @@ class Coordinator:
         if before is not None:
             member.continue_from(before)
         self.members[joined.rank] = self._running[joined.rank] = member
-        self._lost.discard(joined.rank)
+        self._lost.pop(joined.rank, None)
         if self._metrics is not None:
             self._metrics.join(joined)
         return member
@@ -203,11 +201,8 @@ class Coordinator:
         member.last_heard = now
         if member.is_running:
             self._running.move_to_end(member.rank)
-        handler = self._handlers.get(type(message))
-        if handler is not None:
-            handler(member, message, now)
-        else:
-            member.keep(message, now)
+        handler = self._handlers.get(type(message), Member.keep)
+        handler(member, message, now)
 
     def _handle_status(self, member: Member, status: Status, now: float) -> None:
         member.keep(status, now)
@@ -233,7 +228,7 @@ class Coordinator:
     def _handle_failure(self, member: Member, failed: Failed, now: float) -> None:
         self._record(member, failed, now)
         if self.stop_requested:
-            self._stopped.end(member, failed.code)
+            self._stop(member, failed.code)
         (self._victims if failed.follows else self._failed).add(member.rank)
         wait = _GATHER_SECONDS
         if self._victims and not self._failed and not self._leaving.have_ended:
@@ -242,9 +237,15 @@ class Coordinator:
             wait = _OTHERS_SECONDS  # the error may be about to happen on every rank
         self._decide_at(now + wait)
 
+    def _stop(self, member: Member, code: int) -> None:
+        """End a rank of a job that is being stopped, once."""
+        if member.rank not in self._stopped:
+            self._stopped.add(member.rank)
+            member.send(End(code=code, unwind=self.settings.unwind))
+
     def _handle_unwound(self, member: Member, unwound: Unwound, now: float) -> None:
         member.unwound = True
-        if self._stopped.has(member.rank):
+        if member.rank in self._stopped:
             member.send(Release(code=128 + signal.SIGINT))
 
     def _handle_exit(self, member: Member, message: Exited, now: float) -> None:
@@ -266,7 +267,7 @@ class Coordinator:
             wait = _GATHER_SECONDS if member.is_training else _OTHERS_SECONDS
         self._decide_at(now + wait)
 
-    def _connection_ended(self, member: Member, now: float, number: int | None = None) -> None:
+    def _connection_ended(self, member: Member, now: float, number: int | None) -> None:
         """Handle a lost sentinel. ``number`` is the connection's error, e.g. if the sentinel's host does not answer."""
         self._lose(member, now, is_silent=number in NO_ANSWER)
         if member.is_silent:
@@ -275,11 +276,11 @@ class Coordinator:
         elif self._under_run:
             self._blame_lost(member)
         else:
-            self._lost.add(member)
+            self._lost[member.rank] = member
 
     def _blame_lost(self, member: Member) -> None:
         assert member.lost_at is not None
-        self._lost.discard(member.rank)
+        self._lost.pop(member.rank, None)
         self._record(member, Lost(), member.lost_at)
         self._decide_at(time.monotonic() + _GATHER_SECONDS)
 
@@ -292,14 +293,12 @@ class Coordinator:
             self._metrics.end(member.rank)
 
     def _lose(self, member: Member, now: float, *, is_silent: bool) -> None:
+        """Handle the end of a sentinel, or give up one that does not answer."""
         member.lost_at = now
         member.is_silent = is_silent
         self._forget_running(member)
-
-    def _give_up(self, member: Member, now: float) -> None:
-        """Close the connection to a sentinel that does not answer."""
-        self._lose(member, now, is_silent=True)
-        member.disconnect()
+        if is_silent:
+            member.disconnect()
 
     def _record(self, member: Member, event: Message, at: float, *, ordered: bool = False) -> None:
         ordered = ordered or self.stop_requested or self.verdict is not None
@@ -326,18 +325,20 @@ class Coordinator:
         if self._give_up_at is not None and now >= self._give_up_at:
             self._give_up_at = None
             for member in list(self._running.values()):  # its sentinel is stopped or cut off
-                self._give_up(member, now)
+                self._lose(member, now, is_silent=True)
         self._end.tick(now)
         if self.verdict is not None:
             return
         self._leaving.release(now, all_joined=len(self.members) == self._size)
         if self.stop_requested:
-            self._stopped.end_waiting()
+            if self._stopped:  # end ranks that wait in a collective for one that has ended; others may be saving
+                for member in [one for one in self._running.values() if one.waits]:
+                    self._stop(member, 128 + signal.SIGINT)
             return
-        for member in self._lost.not_replaced(now):
+        for member in not_replaced(self._lost, now):
             self._blame_lost(member)
         for blame in self._silent.silent(now):
-            self._give_up(self.members[blame.rank], now)  # the end of the job does not wait for it
+            self._lose(self.members[blame.rank], now, is_silent=True)  # the end of the job does not wait for it
             self._blame(blame)
         for blame in self._silent.stopped(now):
             self._blame(blame)
@@ -355,8 +356,7 @@ class Coordinator:
     def _check_left_behind(self, now: float) -> None:
         """Blame a rank that has left the others by an exception; report waits that last long."""
         if (left := self._left_behind.by_exception(now)) is not None:
-            if left.text:
-                self._lines.line(left.text)
+            self._lines.line(left.text)
             self._blame(Blame(left.member.rank, Judged(cause=left.cause), left.member.raised_at))
             return
         for rank, line in self._left_behind.report(now):
@@ -367,13 +367,11 @@ class Coordinator:
         member = self.members[blame.rank]
         if any(isinstance(one.event, Judged) for one in self._events[blame.rank]):
             return
-        self._record(member, replace(blame.judged, step=self._steps_of(member)), blame.since)
+        step = member.status.step
+        if member.rank not in self._running:  # ranks step together
+            step = max((one.status.step for one in self.members.values() if one.status.step is not None), default=None)
+        self._record(member, replace(blame.judged, step=step), blame.since)
         self._decide_at(time.monotonic())
-
-    def _steps_of(self, member: Member) -> int | None:
-        """Return a rank's step; if the rank no longer runs, the maximum of all ranks, because ranks step together."""
-        steps = [other.status.step for other in self.members.values() if other.status.step is not None]
-        return max(steps, default=None) if member.rank not in self._running else member.status.step
 
     # ---- the end ----------------------------------------------------------------------------------------------
 
@@ -394,7 +392,7 @@ class Coordinator:
 
     def _decide(self, now: float) -> None:
         """End the job if a rank has failed."""
-        for member in self._lost.of_lost_hosts():
+        for member in of_lost_hosts(self._lost, self._running):
             self._blame_lost(member)
         verdict = self.judge()
         have_left = {rank for rank, member in self.members.items() if member.script_ended_at is not None}

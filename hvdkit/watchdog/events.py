@@ -1,4 +1,8 @@
-"""The messages between ranks, sentinels and the coordinator: dataclasses, each sent as one JSON object."""
+"""The messages between ranks, sentinels and the coordinator: dataclasses, each sent as one JSON object.
+
+Fields of several messages: ``step`` is the number of steps trained, or None if they are not counted; ``busy`` is the
+reason of an open ``hk.busy``, or None.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +35,7 @@ class Message:
 
 
 def decode(data: bytes) -> Message:
-    """Return the message encoded by :meth:`Message.encode`.
-
-    Raises:
-        ValueError: ``data`` is not a message of this version.
-    """
+    """Return the message encoded by :meth:`Message.encode`. Raises ValueError for anything else."""
     try:
         fields = json.loads(data)
         kind = Message.kinds[fields.pop("kind")]
@@ -76,9 +76,7 @@ class Joined(Message):
     """A sentinel has connected.
 
     Attributes:
-        rank: the rank that it watches.
         size: number of ranks, as the launcher passed it to this rank.
-        host: the host's name.
         place: identifies host, boot and container; equal for processes that can see each other.
     """
 
@@ -95,7 +93,6 @@ class Training(Message):
     Attributes:
         pid: the rank's PID on its host.
         waiters: IDs of its busy-polling threads (Horovod and MPI).
-        step: steps trained, or None.
     """
 
     pid: int
@@ -108,11 +105,9 @@ class Status(Message):
     """State of the rank. Sent every few seconds; also serves as the sentinel's heartbeat.
 
     Attributes:
-        step: steps trained, or None if they are not counted.
         idle: seconds since the rank last made progress.
         count: eager collectives begun in this world.
         stopped: seconds since the process was stopped (SIGSTOP), or None.
-        busy: the reason of an open ``hk.busy``, or None.
         waits: the eager collective in which the rank has waited for some seconds, or None.
         in_graph: collectives of a graph in which the rank has waited for some seconds without computing, by key.
         last: the last collective, if the rank has ended it some time ago.
@@ -139,8 +134,7 @@ class Measured(Message):
     """Measurements of the rank for metrics, sent with each :class:`Status` if :class:`Welcome` requests them.
 
     Attributes:
-        step: steps trained, or None if they are not counted.
-        step_at: when the last one ended, by the host's monotonic clock in seconds.
+        step_at: when the last step ended, by the host's monotonic clock in seconds.
         examples: rows of a global batch, on average, or None.
         loss: the last known loss, or None.
         saved_step: the step of the last complete save of this process, or None.
@@ -177,8 +171,6 @@ class Failed(Message):
         code: its exit code.
         text: the traceback.
         follows: whether the error was caused by the loss of another rank.
-        step: steps trained, or None.
-        busy: the reason of an open ``hk.busy``, or None.
     """
 
     cause: str
@@ -234,7 +226,6 @@ class Leaving(Message):
     """The rank's script has ended, or it has called ``hk.shutdown()``. Its process waits for :class:`Release`.
 
     Attributes:
-        step: steps trained, or None.
         keeps_horovod: this rank keeps Horovod running until the release, because process sets without it, or a profile,
             may still need it: if one rank shuts Horovod down, it stops on all ranks.
     """
@@ -248,7 +239,6 @@ class Exiting(Message):
     """What the rank does after the end of its script.
 
     Attributes:
-        rank: its number.
         doing: e.g. "Horovod is shutting down".
         seconds: limit for it; 0: none.
         patience: limit for handlers without progress; 0: none.
@@ -275,8 +265,6 @@ class Exited(Message):
     Attributes:
         code: its exit code, negative for a signal. None if unknown: the rank was killed or called ``os._exit``, and the
             sentinel is not its parent.
-        step: steps trained, or None.
-        busy: the reason of an open ``hk.busy``, or None.
         signals: signals from processes other than hvdkit's, forwarded by the sentinel in the rank's last minute.
         stopped: seconds for which the process had been stopped before it was killed for that, or None.
     """

@@ -18,15 +18,11 @@ _VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class RankFlight:
-    """The last collectives of one rank, in order.
-
-    Attributes:
-        clock: seconds to add to the times of its records to make them comparable across ranks.
-    """
+    """The last collectives of one rank, in order."""
 
     rank: int
     host: str
-    clock: float
+    clock: float  # seconds to add to the times of its records to make them comparable across ranks
     records: list[CollectiveRecord] = field(default_factory=list)
 
     def collectives(self) -> list[CollectiveRecord]:
@@ -41,12 +37,7 @@ def write(line: str, ranks: Sequence[RankFlight], size: int) -> str:
     """Write the file if any rank has recorded a collective; return the line about it, or "".
 
     The file is written to the folder ``HVDKIT_FLIGHT_DIR``, by default to ``TMPDIR`` or ``/tmp``. Only this user can
-    read it.
-
-    Args:
-        line: the line that ends the job's output and names the rank that failed.
-        ranks: the records of each rank.
-        size: number of ranks of the job, including those without records.
+    read it. For ``line`` and ``size``, see :class:`FlightFile`.
     """
     if not any(one.records for one in ranks):
         return ""
@@ -91,11 +82,7 @@ class FlightFile:
 
 
 def read(text: str) -> FlightFile:
-    """Return the contents of a file.
-
-    Raises:
-        ValueError: ``text`` is not a file of the flight recorder, or is of another version.
-    """
+    """Return the contents of a file. Raises ValueError if it is of another version, or not of the flight recorder."""
     try:
         document = json.loads(text)
         version = document["version"]

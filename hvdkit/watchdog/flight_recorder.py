@@ -1,11 +1,13 @@
 """The flight recorder: the last collectives of a rank, in memory that its sentinel can read after the rank has died.
 
-Recording a collective takes a few microseconds.
+Recording a collective takes a few microseconds. The same memory has what the training knows and the sentinel cannot
+see, such as the loss: a fraction of a microsecond for each fact.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import mmap
 import os
 import struct
@@ -13,27 +15,28 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import product
 from types import CodeType
 from typing import NamedTuple
 
-from hvdkit.watchdog.training_notes import NotedTraining, TrainingNotes, read_notes
-
 SLOTS = 1000
 _SLOT_BYTES = 768
 _BEGIN = 4096
-# Thread ID of the training thread; steps trained (-1: not counted); number of the last collective; eager collectives
-# begun; number of the eager collective that the rank is in (0: none), and since when, by the host's monotonic clock in
-# seconds; when the training thread was last seen inside a graph, after the graph's collectives had been recorded; when
-# this process last ran Python in another thread.
+# The fields of RecorderState; the step is -1 if steps are not counted.
 _STATE = struct.Struct("qqQQQddd")
 _THREAD, _STEP, _LAST, _COUNT, _WAIT, _SINCE, _IN_GRAPH, _PYTHON = range(8)
 # Number, steps trained, start and end (0: not yet) by the host's monotonic clock in seconds, bytes, length of the text.
 _SLOT = struct.Struct("QqddQQ")
 _END = 3
 _BYTES = 4
+# Steps trained (-1: not counted), and when the last one ended, by the host's monotonic clock in seconds; examples per
+# step (0: unknown); loss (-inf: unknown); step (-1: none), seconds since 1970 and duration of the last save; number,
+# bytes and seconds of eager collectives.
+_NOTES_BEGIN = 1024
+_NOTES = struct.Struct("qdddqddQQd")
+_NOTED_STEP, _STEP_AT, _EXAMPLES, _LOSS, _SAVED_STEP, _SAVED_AT, _SAVE_SECONDS, _ENDED, _SENT, _SECONDS = range(10)
 # Bytes per field. Fields that the sentinel may read concurrently are written through a memoryview, which takes a single
 # instruction; ``struct.pack_into`` would write zeros first.
 _FIELD = 8
@@ -88,11 +91,7 @@ class CollectiveRecord(NamedTuple):
 
     @staticmethod
     def from_json(fields: object) -> CollectiveRecord:
-        """Return the record with these fields, as decoded from JSON.
-
-        Raises:
-            TypeError: ``fields`` is not a record.
-        """
+        """Return the record with these fields, as decoded from JSON. Raises TypeError for other values."""
         if not isinstance(fields, list) or tuple(map(type, fields)) not in _RECORD_TYPES:
             raise TypeError("not a record")
         return CollectiveRecord._make(fields)
@@ -101,7 +100,7 @@ class CollectiveRecord(NamedTuple):
 _RECORD_TYPES = set(product([int], [str], [str], [str], [str], [int], [int, type(None)], [float], [float, type(None)]))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RecorderState:
     """Progress of a rank.
 
@@ -111,9 +110,11 @@ class RecorderState:
         number: number of the last recorded collective, or 0. Collectives of graphs are recorded with a delay.
         count: eager collectives begun in this world.
         waiting: number of the eager collective that the rank is in, or 0.
-        since: when that collective began, or the last one ended, by the host's monotonic clock.
-        in_graph: when the training thread was last seen inside a graph, by the same clock; 0: not at the last look.
-        python: when the process last ran Python, by the same clock. It no longer does once the interpreter has ended.
+        since: when that collective began, or the last one ended, by the host's monotonic clock in seconds.
+        in_graph: when the training thread was last seen inside a graph, after the graph's collectives had been
+            recorded, by the same clock; 0: not at the last look.
+        python: when the process last ran Python in another thread, by the same clock. It no longer does once the
+            interpreter has ended.
     """
 
     thread: int
@@ -126,12 +127,47 @@ class RecorderState:
     python: float = 0.0
 
 
+class TrainingNotes:
+    """Writes what the training knows, for metrics. Each field is written by a single instruction."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        view = memoryview(memory)[_NOTES_BEGIN : _NOTES_BEGIN + _NOTES.size]
+        self._counts = view.cast("Q")
+        self._signed = view.cast("q")
+        self._numbers = view.cast("d")
+        _NOTES.pack_into(memory, _NOTES_BEGIN, -1, 0.0, 0.0, -math.inf, -1, 0.0, 0.0, 0, 0, 0.0)
+
+    def at_step(self, step: int) -> None:
+        """Note the number of steps trained."""
+        self._numbers[_STEP_AT] = time.monotonic()
+        self._signed[_NOTED_STEP] = step
+
+    def expect_examples(self, per_step: float | None) -> None:
+        """Note the mean number of rows of a global batch; None: unknown."""
+        self._numbers[_EXAMPLES] = per_step or 0.0
+
+    def at_loss(self, loss: float) -> None:
+        """Note the loss."""
+        self._numbers[_LOSS] = loss
+
+    def saved(self, step: int, seconds: float) -> None:
+        """Note that a save of ``step`` is complete, and how long it took."""
+        self._signed[_SAVED_STEP] = step
+        self._numbers[_SAVED_AT] = time.time()
+        self._numbers[_SAVE_SECONDS] = seconds
+
+    def ended_collective(self, nbytes: int, seconds: float) -> None:
+        """Count an eager collective."""
+        self._counts[_ENDED] += 1
+        self._counts[_SENT] += nbytes
+        self._numbers[_SECONDS] += seconds
+
+
 class FlightRecorder:
     """Records collectives.
 
     Attributes:
         file: descriptor of the memory, for the sentinel.
-        step: steps trained, or None.
         last: name of the last eager collective, or "".
         graphs: names of the functions of TensorFlow that have collectives.
         callers: the user's code that called them when they were traced, and the lines of these calls.
@@ -319,21 +355,12 @@ class FlightReader:
 
     def state(self) -> RecorderState:
         """Return the rank's progress."""
-        thread, step, number, count, waiting, since, in_graph, python = _STATE.unpack_from(self._memory)
-        return RecorderState(
-            thread=thread,
-            step=None if step < 0 else step,
-            number=number,
-            count=count,
-            waiting=waiting,
-            since=since,
-            in_graph=in_graph,
-            python=python,
-        )
+        state = RecorderState(*_STATE.unpack_from(self._memory))
+        return replace(state, step=None) if state.step == -1 else state
 
-    def notes(self) -> NotedTraining:
-        """Return what the rank's training has noted."""
-        return read_notes(self._memory)
+    def notes(self) -> tuple[int, float, float, float, int, float, float, int, int, float]:
+        """Return what the rank's training has noted, see ``_NOTES``."""
+        return _NOTES.unpack_from(self._memory, _NOTES_BEGIN)
 
     def record(self, number: int) -> CollectiveRecord | None:
         """Return collective ``number``, or None if its slot has been reused or is being written."""

@@ -18,13 +18,7 @@ _HEADER_END = "its stacks, most recent call first:"
 
 
 class HungRanks:
-    """Finds a rank that hangs, once all running ranks have been idle for too long.
-
-    Args:
-        running: the running ranks with a sentinel, which the coordinator keeps.
-        patience: seconds without progress that are allowed; 0 for any number.
-        lines: writes the stacks of all ranks.
-    """
+    """Finds a rank that hangs, once all running ranks have been idle for more than ``patience`` seconds; 0: never."""
 
     def __init__(self, running: Mapping[int, Member], patience: float, lines: Lines) -> None:
         self._running = running
@@ -46,16 +40,13 @@ class HungRanks:
     def check(self, now: float, *, has_all: bool) -> Blame | None:
         """Request all stacks if a rank has been idle for too long; once they are here, return the rank that hangs.
 
-        Args:
-            now: the time.
-            has_all: whether all ranks of the job have joined, and none is without a sentinel.
+        ``has_all``: all ranks of the job have joined, and none is without a sentinel.
         """
         if self._stacks_due is not None:
             if now < self._stacks_due and any(member.stacks is None for member in self._running.values()):
                 return None
             self._stacks_due = None
-            hung = self._hung
-            # It may have gone on, or ended, meanwhile.
+            hung = self._hung  # it may have gone on, or ended, meanwhile
             return self._blame(hung, now) if hung is not None and self._is_hung(hung, has_all) else None
         longest = self._longest_idle
         self._longest_idle = None
@@ -101,12 +92,7 @@ def furthest_behind(status: Mapping[int, Status], stacks: Mapping[int, Stacks], 
     """Return the rank that is furthest behind: the others wait for it.
 
     Ranks are compared by steps, then by eager collectives begun; on a tie, a rank outside of a collective is behind one
-    that waits in it. If all are equal, return the rank that has been idle longest.
-
-    Args:
-        status: state of each running rank.
-        stacks: stacks of the ranks that answered.
-        idle_longest: the rank that has been idle longest.
+    that waits in it. If all that have sent ``stacks`` are equal, return the rank that has been idle longest.
     """
 
     def progress(rank: int) -> tuple[int, int, bool]:
@@ -124,13 +110,14 @@ def stack_texts(stacks: Mapping[int, Stacks]) -> list[str]:
         >>> stack_texts({0: same, 1: same})[1]
         '[rank 1] its stacks are the same as those of rank 0'
     """
-    headers = {rank: one.text.partition("\n")[0] for rank, one in stacks.items()}
-    bodies = {rank: one.text.partition("\n")[2] for rank, one in stacks.items()}
-    found = {}
-    for ranks in alike(bodies):
-        for rank in ranks:
-            text = stacks[rank].text
-            if bodies[rank] and rank != ranks[0]:
-                text = headers[rank].replace(_HEADER_END, f"its stacks are the same as those of rank {ranks[0]}")
-            found[rank] = tagged([rank], text)
-    return [found[rank] for rank in sorted(found)]
+    first_alike: dict[int, int] = {}
+    for ranks in alike({rank: one.text.partition("\n")[2] for rank, one in stacks.items()}):
+        first_alike |= dict.fromkeys(ranks, ranks[0])
+    texts = []
+    for rank in sorted(stacks):
+        text = stacks[rank].text
+        header, _, body = text.partition("\n")
+        if body and rank != first_alike[rank]:
+            text = header.replace(_HEADER_END, f"its stacks are the same as those of rank {first_alike[rank]}")
+        texts.append(tagged([rank], text))
+    return texts

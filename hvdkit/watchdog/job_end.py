@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from hvdkit.machine import processes
 from hvdkit.watchdog import flight_file
 from hvdkit.watchdog.events import End, GiveFlight, Release
 from hvdkit.watchdog.flight_recorder import SLOTS
@@ -30,36 +28,6 @@ _ALL_RECORDS = 50_000
 # Seconds to write the flight recorder's file; seconds for the reader to take the last lines.
 _FILE_SECONDS = 1.0
 _WRITE_SECONDS = 1.0
-
-
-class StoppedRanks:
-    """Ends ranks of a job that is being stopped, each once: those that have failed, or wait for one that has.
-
-    Args:
-        running: the running ranks, which the coordinator keeps.
-        unwind: seconds for a rank to exit normally.
-    """
-
-    def __init__(self, running: Mapping[int, Member], unwind: float) -> None:
-        self._running = running
-        self._unwind = unwind
-        self._ended: set[int] = set()  # ranks that have the order to end
-
-    def has(self, rank: int) -> bool:
-        """Return True if a rank has the order to end."""
-        return rank in self._ended
-
-    def end(self, member: Member, code: int) -> None:
-        """End a rank with an exit code."""
-        if member.rank not in self._ended:
-            self._ended.add(member.rank)
-            member.send(End(code=code, unwind=self._unwind))
-
-    def end_waiting(self) -> None:
-        """After Ctrl-C: end ranks that wait in a collective for one that has the order. Others may be saving."""
-        if self._ended:
-            for member in [one for one in self._running.values() if one.waits]:
-                self.end(member, 128 + signal.SIGINT)
 
 
 class JobEnd:
@@ -111,9 +79,8 @@ class JobEnd:
         """
         if verdict.orderly or not self.has_written:
             return False
-        here = processes.place()
         is_over = self.due is None
-        remote = (one for one in self._members.values() if one.joined.place != here and one.exited is None)
+        remote = (one for one in self._members.values() if not one.is_here and one.exited is None)
         return any(one.is_silent or (is_over and one.lost_at is None and one.rank == verdict.rank) for one in remote)
 
     def _end(self, verdict: Verdict) -> Iterator[float]:

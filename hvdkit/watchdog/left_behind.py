@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from hvdkit.watchdog.flight_recorder import CollectiveRecord
 from hvdkit.watchdog.member import Member
 from hvdkit.watchdog.rank_texts import tagged
 
@@ -19,8 +18,7 @@ _MOST_LINES = 16
 _IDLE_SECONDS = 5.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Deserter:
+class Deserter(NamedTuple):
     """A rank that has left the others by an exception: its ``member``, the ``cause`` in one line, and the traceback."""
 
     member: Member
@@ -29,11 +27,7 @@ class Deserter:
 
 
 class LeftBehind:
-    """Ranks that have waited for some seconds, and those that they wait for.
-
-    Args:
-        running: the running ranks, which the coordinator keeps up to date.
-    """
+    """Ranks that have waited for some seconds, and those that they wait for, among the coordinator's running ranks."""
 
     def __init__(self, running: Mapping[int, Member]) -> None:
         self._running = running
@@ -73,14 +67,11 @@ class LeftBehind:
             if now - since < _LEFT_SECONDS:
                 return None
             for member in raised:
-                if (
-                    member.raised is not None
-                    and not member.status.busy
-                    and waiting.raised is None
-                    and _needs(waiting, member)
-                ):
+                if member.raised is None or member.status.busy or waiting.raised is not None:
+                    continue
+                if _needs(waiting, member):
                     cause = f"{member.raised.cause} (caught by the program; rank {rank} waits in {waiting.waits[0]})"
-                    return Deserter(member=member, cause=cause, text=tagged([member.rank], member.raised.text))
+                    return Deserter(member, cause, tagged([member.rank], member.raised.text))
         return None
 
     def report(self, now: float) -> Iterator[tuple[int, str]]:
@@ -103,9 +94,8 @@ class LeftBehind:
             last = f"; its last one was {member.status.last}" if member.status.last else ""
             return f"{self._describe_missing(member)}{last}{host}"
         record = member.waits[0]
-        participants = member.waits[0].participants
-        missing = [other for other in self._running if other != rank and not self._has_entered(other, record)]
-        awaited = sorted(other for other in missing if not participants or other in participants)
+        missing = [other for other, one in self._running.items() if all(each.key != record.key for each in one.waits)]
+        awaited = sorted(other for other in missing if not record.participants or other in record.participants)
         names = f" for rank {', '.join(map(str, awaited[:4]))}{', ...' * (len(awaited) > 4)}" if awaited else ""
         first = f"; rank {awaited[0]} {self._describe_missing(self._running[awaited[0]])}" if awaited else ""
         return f"has waited{names} for {now - self._waiting[rank]:.0f} s in {record}{host}{first}"
@@ -119,9 +109,6 @@ class LeftBehind:
         raised = f"; it has raised {member.raised.cause}" if member.raised is not None else ""
         leaves = "; its program has ended" if member.script_ended_at is not None or member.holding else ""
         return f"is in no collective ({does}){raised}{leaves}"
-
-    def _has_entered(self, rank: int, record: CollectiveRecord) -> bool:
-        return any(one.key == record.key for one in self._running[rank].waits)
 
 
 def _needs(waiting: Member, other: Member) -> bool:

@@ -103,10 +103,14 @@ class Member:
         return self.peer is None or self.peer.connection.is_open
 
     @property
+    def is_here(self) -> bool:
+        """True if its process can be seen from this one."""
+        return self.joined.place == processes.place()
+
+    @property
     def clock_offset(self) -> float:
         """Seconds to add to its host's clock to get this one's, estimated from the message with the least delay."""
-        is_local = self.joined.place == processes.place()
-        return 0.0 if is_local or math.isinf(self.clock_difference) else self.clock_difference
+        return 0.0 if self.is_here or math.isinf(self.clock_difference) else self.clock_difference
 
 
 def broadcast(members: Mapping[int, Member], message: Message) -> None:

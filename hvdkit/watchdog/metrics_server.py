@@ -30,7 +30,6 @@ _PAUSE_SECONDS = 0.01
 _FRESH_SECONDS = 0.5
 _LOOK_SECONDS = 0.5
 _MOST_ACCEPTED = 16
-_READ_BYTES = 8192
 
 
 @dataclass(frozen=True)
@@ -49,10 +48,7 @@ class MetricsAddress:
 
     @staticmethod
     def parse(name: str, text: str) -> MetricsAddress:
-        """Parse ``PORT`` or ``HOST:PORT``.
-
-        Raises:
-            ValueError: it is neither.
+        """Parse ``PORT`` or ``HOST:PORT``. Raises ValueError if it is neither.
 
         Example:
             >>> MetricsAddress.parse("--metrics-port", "0.0.0.0:9090")
@@ -66,11 +62,7 @@ class MetricsAddress:
         return MetricsAddress(name, host.removeprefix("[").removesuffix("]") or _LOCAL, int(port))
 
     def listen(self) -> socket.socket:
-        """Return a listening socket.
-
-        Raises:
-            ValueError: the port is in use, or the host is not an address of this machine.
-        """
+        """Return a listening socket. Raises ValueError if the port is in use, or the host is not of this machine."""
         try:
             found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             return socket.create_server(found[0][4][:2], family=found[0][0], backlog=_BACKLOG)
@@ -170,7 +162,7 @@ class MetricsServer:
             self._selector.register(connected, selectors.EVENT_READ, scrape)
 
     def _read(self, scrape: _Scrape) -> None:
-        data = scrape.connected.recv(_READ_BYTES)
+        data = scrape.connected.recv(_LONGEST_REQUEST)
         scrape.request += data
         if _HEAD_END in scrape.request or b"\n\n" in scrape.request:
             scrape.answer = memoryview(self._answer(bytes(scrape.request)))

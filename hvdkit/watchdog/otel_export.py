@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from hvdkit.errors import describe
@@ -29,10 +29,8 @@ def exports_metrics() -> bool:
 def start_export(metrics: JobMetrics) -> Callable[[], None]:
     """Export metrics from a thread until the returned function is called, which exports the last values.
 
-    The SDK's variables apply, such as ``OTEL_EXPORTER_OTLP_ENDPOINT`` and ``OTEL_METRIC_EXPORT_INTERVAL``.
-
-    Raises:
-        ValueError: the SDK is not installed.
+    The SDK's variables apply, such as ``OTEL_EXPORTER_OTLP_ENDPOINT`` and ``OTEL_METRIC_EXPORT_INTERVAL``. Raises
+    ValueError if the SDK is not installed.
     """
     try:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
@@ -51,13 +49,7 @@ def start_export(metrics: JobMetrics) -> Callable[[], None]:
     return functools.partial(provider.shutdown, timeout_millis=_LAST_MILLISECONDS)
 
 
-def _observe(metrics: JobMetrics, name: str, options: CallbackOptions) -> Iterable[Observation]:
-    return list(_observations(metrics, name))
-
-
-def _observations(metrics: JobMetrics, name: str) -> Iterator[Observation]:
+def _observe(metrics: JobMetrics, name: str, options: CallbackOptions) -> list[Observation]:
     from opentelemetry.metrics import Observation
 
-    for found, labels, value in metrics.values():
-        if found == name:
-            yield Observation(value, labels)
+    return [Observation(value, labels) for found, labels, value in metrics.values() if found == name]

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
+import statistics
+from collections import deque
+from collections.abc import Sequence
 
 from hvdkit.machine import processes
 from hvdkit.watchdog.activity import MIN_CPU_FRACTION, Activity
 from hvdkit.watchdog.channel import Connection
 from hvdkit.watchdog.events import Exiting, Leaving, Measured, Saved, Status, Training
 from hvdkit.watchdog.flight_recorder import CollectiveRecord, FlightReader, RecorderState
-from hvdkit.watchdog.rank_gauge import RankGauge
 
 # Seconds in a collective after which it is reported: another rank may wait for this one in another collective.
 _WAITED_SECONDS = 3.0
-# Seconds for which the rank's last look at its graphs is valid; how many of its last collectives to search for those
-# that are pending in a graph, and how many of these to report.
+# Seconds for which the rank's last look at its graphs is valid; how many of its last collectives to search, e.g. for
+# those that are pending in a graph, and how many of these to report.
 _LOOK_SECONDS = 5.0
 _RECENT = 256
 _MOST_PENDING = 16
@@ -26,6 +29,8 @@ _LAST_SECONDS = 15.0
 _LEAST_CPU_AT_EXIT = 0.002
 # Pages by which the memory of a process that ends has to change to count as progress.
 _CHANGED_PAGES = 256
+# How many of the last steps that were measured count.
+_STEPS = 9
 
 
 class RankProcess:
@@ -234,3 +239,57 @@ class RankProcess:
     def records(self, limit: int) -> list[CollectiveRecord]:
         """Return its last collectives, up to ``limit``."""
         return [] if self._reader is None else self._reader.records(self._reader.state().number - limit)
+
+
+class RankGauge:
+    """Measures a rank from the records of its collectives and the notes of its training."""
+
+    def __init__(self, reader: FlightReader) -> None:
+        self._reader = reader
+        self._measured = 0  # number of the last collective of the last step that was measured
+        self._seconds: deque[float] = deque(maxlen=_STEPS)
+        self._nbytes = 0
+
+    def take(self) -> Measured:
+        """Return the measurements now."""
+        self._measure_step()
+        step, step_at, examples, loss, saved_step, saved_at, save_seconds, count, nbytes, seconds = self._reader.notes()
+        return Measured(
+            step=None if step < 0 else step,
+            step_at=step_at,
+            examples=examples or None,
+            loss=None if loss == -math.inf else loss,
+            saved_step=None if saved_step < 0 else saved_step,
+            saved_at=saved_at,
+            save_seconds=save_seconds,
+            collectives=count,
+            nbytes=nbytes,
+            seconds=seconds,
+            step_seconds=statistics.median(self._seconds) if self._seconds else None,
+            step_bytes=self._nbytes,
+        )
+
+    def _measure_step(self) -> None:
+        """Measure the last run of each collective of the rank's graphs: those of one step.
+
+        The rank records the last runs every two seconds. If one of them had not ended then, its end is known only if it
+        is still the last run at the next time, so nothing is measured before all last runs have ended.
+        """
+        last = self._reader.state().number
+        records = self._reader.records(max(self._measured, last - _RECENT))
+        runs = {one.key: one for one in records if not one.is_eager}
+        if not runs or any(one.end is None for one in runs.values()):
+            return
+        self._measured = last
+        self._seconds.append(covered_seconds(list(runs.values())))
+        self._nbytes = sum(one.nbytes for one in runs.values())
+
+
+def covered_seconds(records: Sequence[CollectiveRecord]) -> float:
+    """Return the seconds in which at least one of these collectives ran: buckets of gradients overlap."""
+    total = 0.0
+    until = 0.0
+    for start, end in sorted((one.start, one.end or one.start) for one in records):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total

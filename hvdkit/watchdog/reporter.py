@@ -9,7 +9,7 @@ import select
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -89,8 +89,8 @@ class Reporter:
         self._must_finalize = False
         self._thread = TrainingThread(threading.main_thread().ident or 0)
         self._rank = self._restarts = 0
-        self._check_interval = WatchdogSettings().check_interval
-        self._exit_seconds = self._patience = 0.0
+        self._settings = WatchdogSettings()
+        self._exit_seconds = 0.0
         self._status_reader = report_exit_status()
         os.register_at_fork(after_in_child=self._close_in_child)
 
@@ -102,28 +102,22 @@ class Reporter:
         return self._socket is not None
 
     def begin(self, launched: LaunchedRank) -> str:
-        """Connect to a sentinel, or start one. Called before MPI starts.
+        """Connect to a sentinel, or start one. Called before MPI starts. Raises ValueError if a setting is invalid.
 
-        Returns:
-            In rank 0, the offer with which other ranks reach the coordinator, see :meth:`join`; otherwise "".
-
-        Raises:
-            ValueError: a setting is invalid.
+        In rank 0, return the offer with which other ranks reach the coordinator, see :meth:`join`; otherwise "".
         """
         self._rank = launched.rank
         self._closed = self._is_exiting = self._all_leave = False
         self._leaving = None
         self._answered.clear()
         self._released.clear()
-        settings = WatchdogSettings.from_environment()
-        self._check_interval = settings.check_interval
+        self._settings = WatchdogSettings.from_environment()
         self._exit_seconds = seconds(EXIT)
-        self._patience = settings.patience
         self._under_run = self._under_run or self._adopt_sentinel()
         if self._under_run:
             return ""
         address = address_from_environment()
-        if launched.size == 1 or not settings.heartbeat:
+        if launched.size == 1 or not self._settings.heartbeat:
             if address is not None:
                 _LOGGER.warning("%s has no effect in a rank without watchdog: start it with hvdkit run", METRICS)
             return ""
@@ -132,7 +126,7 @@ class Reporter:
         if launched.rank != 0:
             self._start_sentinel()
             return ""
-        listeners, offer = listen_for_ranks(on_several_hosts=launched.on_several_hosts)
+        self._listeners, offer = listen_for_ranks(on_several_hosts=launched.on_several_hosts)
         if not offer:
             return ""
         self.problem = None
@@ -140,7 +134,7 @@ class Reporter:
             self._metrics_listener = None if address is None else address.listen()
         except ValueError as error:
             self.problem = error
-        self._start_sentinel(listeners)
+        self._start_sentinel()
         self._offer = offer
         return self._offer
 
@@ -158,7 +152,7 @@ class Reporter:
         Args:
             rank: this rank.
             hosts: the host of each rank.
-            places: identifier of each rank; equal for ranks that can see each other's processes.
+            places: the place of each rank, see :class:`Joined`.
             offer: the result of :meth:`begin` in rank 0.
             waiters: IDs of busy-polling threads (Horovod and MPI).
             finalize: finalizes MPI.
@@ -195,11 +189,10 @@ class Reporter:
             return False
         return True
 
-    def _start_sentinel(self, listeners: Sequence[socket.socket] = ()) -> None:
+    def _start_sentinel(self) -> None:
         """Start a sentinel, in rank 0 with the listening sockets of the coordinator."""
-        self._listeners = listeners
         try:
-            self._child, connected = start_sentinel(self.pid, listeners, self._metrics_listener)
+            self._child, connected = start_sentinel(self.pid, self._listeners, self._metrics_listener)
             self._serve_from(connected)
         except (OSError, RuntimeError) as error:  # Python 3.12+ cannot start threads while it exits
             _LOGGER.warning("watchdog: no sentinel can be started (%s): failures may not be noticed", error)
@@ -219,7 +212,7 @@ class Reporter:
         while True:
             self.recorder.note_python()
             try:
-                if not ready.poll(self._check_interval * 1000):
+                if not ready.poll(self._settings.check_interval * 1000):
                     resume_if_stopped(self._sentinel)
                     self._sample()
                     continue
@@ -234,8 +227,9 @@ class Reporter:
         is_over = self._closed or ending().begun or self._connect is None or self._socket is not connected
         if not is_over:
             self._replace_sentinel()
-        if is_over or not self.is_watched:
-            self._stop_waiting()
+        if is_over or not self.is_watched:  # no sentinel will answer
+            self._answered.set()
+            self._released.set()
 
     def _replace_sentinel(self) -> None:
         """Start a new sentinel in place of one that was killed, a limited number of times."""
@@ -245,13 +239,8 @@ class Reporter:
             _LOGGER.warning("watchdog: the sentinels of rank %d keep dying: failures may not be noticed", self._rank)
             return
         _LOGGER.warning("watchdog: the sentinel of rank %d was killed; starting a new one", self._rank)
-        self._start_sentinel(self._listeners)
+        self._start_sentinel()
         self._send_state()
-
-    def _stop_waiting(self) -> None:
-        """Let this rank continue: no sentinel will answer it."""
-        self._answered.set()
-        self._released.set()
 
     def _sample(self) -> None:
         """Record the collectives noted by this rank's graphs, unless the interpreter is about to exit."""
@@ -333,19 +322,20 @@ class Reporter:
         self.saved = Saved(logdir=logdir, step=step)
         self.send(self.saved)
 
-    def begin_busy(self, reason: str) -> None:
-        """Record the start of work that is not visible from outside. Suspends hang detection until :meth:`end_busy`."""
+    @contextlib.contextmanager
+    def busy(self, reason: str) -> Iterator[None]:
+        """Suspend hang detection inside the context: its work is not visible from outside."""
         self._busy_reasons.append(reason)
         self.send(Busy(reason=reason))
-
-    def end_busy(self, reason: str) -> None:
-        """Record the end of work begun with :meth:`begin_busy`."""
-        self._busy_reasons.remove(reason)
-        self.send(Busy(reason=self.reason))
+        try:
+            yield
+        finally:
+            self._busy_reasons.remove(reason)
+            self.send(Busy(reason=self.reason))
 
     @property
     def reason(self) -> str | None:
-        """The reason of the most recent open :meth:`begin_busy`, or None."""
+        """The reason of the most recent open :meth:`busy`, or None."""
         return self._busy_reasons[-1] if self._busy_reasons else None
 
     def _close_in_child(self) -> None:
@@ -380,9 +370,8 @@ class Reporter:
     def leave(self, *, keeps_horovod: bool) -> None:
         """Report that this rank's script has ended.
 
-        Args:
-            keeps_horovod: Horovod may still be needed: wait until the other ranks have ended as well, or are waiting.
-                Ctrl-C ends the wait.
+        With ``keeps_horovod``, Horovod may still be needed: wait until the other ranks have ended as well, or are
+        waiting. Ctrl-C ends the wait.
         """
         self._answered.clear()
         self._is_exiting = True
@@ -398,14 +387,10 @@ class Reporter:
             self._released.wait()
 
     def note_exit(self, doing: str, *, is_bounded: bool) -> None:
-        """Report what this rank does after :meth:`leave`: the sentinel writes its stacks if it takes too long.
-
-        Args:
-            doing: what it does, as the cause in a message.
-            is_bounded: end the job then.
-        """
-        times = {"seconds": self._exit_seconds, "patience": self._patience}
-        self.send(Exiting(rank=self._rank, doing=doing, is_bounded=is_bounded, **times))
+        """Report what this rank does after :meth:`leave`, see :class:`Exiting`."""
+        limit = self._exit_seconds
+        patience = self._settings.patience
+        self.send(Exiting(rank=self._rank, doing=doing, seconds=limit, is_bounded=is_bounded, patience=patience))
 
     def await_others(self) -> bool:
         """After :meth:`leave`: wait a limited time for the other ranks; return True if all scripts have ended.

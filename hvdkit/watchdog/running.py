@@ -38,11 +38,7 @@ _SIGNALLED_SECONDS = 60.0
 
 
 class RunningSentinel(Sentinel):
-    """Starts the rank's program for ``hvdkit run``, and forwards its output.
-
-    Raises:
-        OSError: ``hvdkit run`` cannot be reached.
-    """
+    """Starts the rank's program for ``hvdkit run``, and forwards its output. Raises OSError if it cannot connect."""
 
     def __init__(self, offer: Offer, joined: Joined) -> None:
         super().__init__(RankProcess(0))
@@ -209,11 +205,7 @@ def read_offer() -> Offer:
 
 
 def read_private(path: str) -> str:
-    """Return the text of a file that, like its folder, only this user can access.
-
-    Raises:
-        OSError: another user may have written the file.
-    """
+    """Return the text of a file. Raises OSError unless only this user can access it and its folder."""
     folder = path.rpartition("/")[0]
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

@@ -24,8 +24,7 @@ _LOGGER = logging.getLogger("hvdkit")
 def inherited_socket() -> socket.socket | None:
     """Return the socket to the sentinel that started this program, or None. Child programs do not inherit it.
 
-    Raises:
-        OSError: the descriptor in the variable is closed.
+    Raises OSError if the descriptor in the variable is closed.
     """
     number, _, inode = os.environ.pop(SOCKET_VARIABLE, "").partition(" ")
     if not number.isdigit() or not inode.isdigit():
@@ -40,15 +39,9 @@ def inherited_socket() -> socket.socket | None:
 def start_sentinel(
     pid: int, listeners: Sequence[socket.socket], metrics_listener: socket.socket | None
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a sentinel of process ``pid``; return its parent, which exits, and the socket to it.
+    """Start a sentinel of process ``pid``, which calls this; return its parent, which exits, and the socket to it.
 
-    Args:
-        pid: the rank's process, which calls this.
-        listeners: the listening sockets of the coordinator, in rank 0.
-        metrics_listener: the one for metrics, or None.
-
-    Raises:
-        OSError: it cannot be started.
+    The sentinel of rank 0 gets the listening sockets. Raises OSError if it cannot be started.
     """
     process = processes.stat(pid)
     python = sys.executable or "python3"  # may be empty in a program that embeds Python

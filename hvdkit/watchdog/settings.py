@@ -39,9 +39,9 @@ class WatchdogSettings:
         grace: seconds for other ranks to save after one has saved and ended with exit code 75.
     """
 
-    heartbeat: float = 10.0
-    patience: float = 600.0
-    unwind: float = 3.0
+    heartbeat: float = _DEFAULTS[HEARTBEAT]
+    patience: float = _DEFAULTS[PATIENCE]
+    unwind: float = _DEFAULTS[UNWIND]
     grace: float = 2.0
 
     @staticmethod
@@ -81,14 +81,10 @@ class WatchdogSettings:
 
 
 def seconds(name: str) -> float:
-    """Return the setting ``name`` from the environment; 0 disables it.
-
-    Raises:
-        ValueError: the value is not a number of seconds.
-    """
+    """Return the setting ``name`` from the environment; 0 disables it. Raises ValueError for anything but seconds."""
     text = os.environ.get(name)
-    if text is None and name == PATIENCE and os.environ.get(STALL):
-        text = os.environ[STALL]
+    if text is None and name == PATIENCE:
+        text = os.environ.get(STALL)
     try:
         value = _DEFAULTS[name] if not text else float(text)
     except ValueError:

@@ -27,7 +27,7 @@ class SilentRanks:
 
     Args:
         running: running ranks with a sentinel in the order of their last messages, which the coordinator keeps.
-        settings: the watchdog's settings.
+        settings: the watchdog's.
     """
 
     def __init__(self, running: OrderedDict[int, Member], settings: WatchdogSettings) -> None:
@@ -63,7 +63,7 @@ class SilentRanks:
             self.postpone(shortest_silence)
         for member in list(takewhile(lambda one: now - one.last_heard > limit, self._running.values())):
             silent = now - member.last_heard
-            if member.peer is None or state_here(member) not in ("", "T"):
+            if member.peer is None or _state_here(member) not in ("", "T"):
                 continue
             if silent > self._longest_silence(member) or member.peer.connection.is_cut_off(limit / 2):
                 why = f"has not answered for {silent:.0f} s: its host is cut off, or it was stopped with its sentinel"
@@ -71,7 +71,7 @@ class SilentRanks:
 
     def _longest_silence(self, member: Member) -> float:
         limit = self._settings.heartbeat
-        if _is_here(member):
+        if member.is_here:
             return _SILENT_HERE_FACTOR * limit
         # Less than the limit for hangs, which would blame a rank that waits for the silent one.
         patience = self._settings.patience or math.inf
@@ -92,53 +92,28 @@ class SilentRanks:
                 yield Blame(rank, Judged(cause=why, code=137, dead=True, busy=member.status.busy), now - seconds)
 
 
-class LostRanks:
-    """The ranks whose sentinels are gone, and may be replaced.
-
-    Args:
-        running: the running ranks with a sentinel, which the coordinator keeps.
-    """
-
-    def __init__(self, running: Mapping[int, Member]) -> None:
-        self._running = running
-        self._lost: dict[int, Member] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._lost)
-
-    def add(self, member: Member) -> None:
-        """Add a rank whose sentinel is gone."""
-        self._lost[member.rank] = member
-
-    def discard(self, rank: int) -> None:
-        """Remove a rank: it has a new sentinel, or has been given up."""
-        self._lost.pop(rank, None)
-
-    def not_replaced(self, now: float) -> list[Member]:
-        """Return the ranks whose sentinels have not been replaced in time."""
-        late = []
-        for member in self._lost.values():
-            limit = _REPLACE_HERE_SECONDS if state_here(member) else _REPLACE_SECONDS
-            if now - (member.lost_at or now) > limit:
-                late.append(member)
-        return late
-
-    def of_lost_hosts(self) -> list[Member]:
-        """Return the ranks of other hosts on which all sentinels are gone: none was only killed."""
-        places = {processes.place(), *(member.joined.place for member in self._running.values())}
-        return [member for member in self._lost.values() if member.joined.place not in places]
+def not_replaced(lost: Mapping[int, Member], now: float) -> list[Member]:
+    """Return those of the ranks whose sentinels are gone that have not got a new one in time."""
+    late = []
+    for member in lost.values():
+        limit = _REPLACE_HERE_SECONDS if _state_here(member) else _REPLACE_SECONDS
+        if now - (member.lost_at or now) > limit:
+            late.append(member)
+    return late
 
 
-def state_here(member: Member) -> str:
+def of_lost_hosts(lost: Mapping[int, Member], running: Mapping[int, Member]) -> list[Member]:
+    """Return the ranks of other hosts on which all sentinels are gone: none was only killed."""
+    places = {member.joined.place for member in running.values()}
+    return [member for member in lost.values() if not member.is_here and member.joined.place not in places]
+
+
+def _state_here(member: Member) -> str:
     """Return the state of a rank's process, one letter, if it lives on this host; otherwise "".
 
     Silence of such a rank's sentinel means that the sentinel gets no core, because the kernel reports its end.
     """
-    if member.pid is None or not _is_here(member):
+    if member.pid is None or not member.is_here:
         return ""
     process = processes.stat(member.pid)
     return "" if process is None or process.state in "ZX" else process.state
-
-
-def _is_here(member: Member) -> bool:
-    return member.joined.place == processes.place()

@@ -9,12 +9,14 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
-import linecache
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 from types import FrameType, ModuleType
+
+from hvdkit.watchdog.tracebacks import nodes_of
 
 _UNEXPECTED = re.compile(r"(.+)\(\) got an unexpected keyword argument '(\w+)'")
 _UNRECOGNIZED = re.compile(r"Unrecognized keyword arguments passed to (\w+): \{'(\w+)'")  # Keras's layers
@@ -28,7 +30,7 @@ def add_suggestion(error: BaseException) -> None:
 
 def _suggestion(error: BaseException) -> str:
     """Return the name that the misspelled one in an exception is closest to, or "" without one."""
-    frames = _frames(error)
+    frames = list(traceback.walk_tb(error.__traceback__))  # with their lines, the innermost one last
     if not frames:
         return ""
     if isinstance(error, (TypeError, ValueError)):
@@ -52,23 +54,10 @@ def _closest(wrong: str, names: Iterable[str]) -> str:
     return next(iter(get_close_matches(wrong, list(names), n=1)), "")
 
 
-def _frames(error: BaseException) -> list[tuple[FrameType, int]]:
-    """Return the frames of an exception's traceback with their lines, the innermost one last."""
-    frames = []
-    trace = error.__traceback__
-    while trace is not None:
-        frames.append((trace.tb_frame, trace.tb_lineno))
-        trace = trace.tb_next
-    return frames
-
-
 def _parameters(frames: list[tuple[FrameType, int]], called: str, wrong: str) -> list[str]:
     """Return the keywords of the function that was called with a wrong one, or an empty list if it is not found.
 
-    Args:
-        frames: of the traceback, the innermost one last.
-        called: the function's name in the message, e.g. "fit", "Supervisor.__init__"; a layer's class for Keras.
-        wrong: the keyword that it does not have.
+    ``called`` is the function's name in the message, e.g. "fit", "Supervisor.__init__"; a layer's class for Keras.
     """
     for frame, line in reversed(frames):
         for expression in _calls(frame.f_code.co_filename, line, wrong):
@@ -86,11 +75,7 @@ def _parameters(frames: list[tuple[FrameType, int]], called: str, wrong: str) ->
 
 def _calls(file: str, line: int, wrong: str) -> Iterator[ast.expr]:
     """Yield the functions, as expressions, of the calls at a source line that pass this keyword or a dictionary."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return
-    for node in ast.walk(tree):
+    for node in nodes_of(file):
         if not isinstance(node, ast.Call) or not node.lineno <= line <= (node.end_lineno or 0):
             continue
         if any(keyword.arg in (wrong, None) for keyword in node.keywords):

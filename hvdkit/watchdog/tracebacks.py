@@ -45,8 +45,7 @@ def format_exception(error: BaseException) -> list[str]:
     shown after ``keras.config.disable_traceback_filtering()``, Keras's own switch, and for errors that hvdkit does not
     raise on purpose.
     """
-    parts = traceback.TracebackException(type(error), error, error.__traceback__, compact=True).format()
-    blocks = list(parts)
+    blocks = list(traceback.TracebackException(type(error), error, error.__traceback__, compact=True).format())
     if _folds() and not _is_defect(error):
         blocks = list(_folded(list(_with_graph_frames(blocks))))
     return "".join(blocks).splitlines()
@@ -54,10 +53,8 @@ def format_exception(error: BaseException) -> list[str]:
 
 def _folds() -> bool:
     """Return True unless the user has switched Keras's filtering off."""
-    keras = sys.modules.get("keras")
-    is_enabled: Callable[[], bool] | None = getattr(
-        getattr(keras, "config", None), "is_traceback_filtering_enabled", None
-    )
+    config = getattr(sys.modules.get("keras"), "config", None)
+    is_enabled: Callable[[], bool] | None = getattr(config, "is_traceback_filtering_enabled", None)
     return is_enabled is None or is_enabled()
 
 
@@ -90,21 +87,20 @@ def _folded(blocks: list[str]) -> Iterator[str]:
     hint = " (keras.config.disable_traceback_filtering() shows them)"
     names = [_library(block) for block in blocks]
     has_users = any(_FRAME.match(block) and not name for block, name in zip(blocks, names, strict=True))
-    numbered = list(enumerate(blocks))
-    for is_library, run in groupby(numbered, key=lambda item: bool(names[item[0]])):
+    for is_library, run in groupby(range(len(blocks)), key=lambda index: bool(names[index])):
         members = list(run)
-        last = members[-1][0]
+        last = members[-1]
         is_innermost = last + 1 == len(blocks) or not _FRAME.match(blocks[last + 1])
         kept = members[-1:] if is_innermost and names[last] not in ("hvdkit", "contextlib") else []
         hidden = members[: len(members) - len(kept)]
         if not is_library or not has_users or not hidden:
-            yield from (block for _, block in members)
+            yield from (blocks[index] for index in members)
             continue
-        libraries = sorted({names[index] for index, _ in hidden} - {"contextlib"}) or ["contextlib"]
+        libraries = sorted({names[index] for index in hidden} - {"contextlib"}) or ["contextlib"]
         number = f"{len(hidden)} {'frame' if len(hidden) == 1 else 'frames'}"
         yield f"  ... {number} of {' and '.join(libraries)}{hint}\n"
         hint = ""
-        yield from (block for _, block in kept)
+        yield from (blocks[index] for index in kept)
 
 
 def _library(block: str) -> str:
@@ -154,51 +150,46 @@ def with_cause_first(error: Exception, rank: int) -> Exception:
 
 def ended_a_step(error: BaseException, graphs: Collection[str]) -> bool:
     """Return True if one of ``graphs``, the functions of TensorFlow that have collectives, raised an exception."""
-    trace = error.__traceback__
-    while trace is not None:
-        name = _GRAPH.fullmatch(str(trace.tb_frame.f_locals.get("op_name")))
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        name = _GRAPH.fullmatch(str(frame.f_locals.get("op_name")))
         if name is not None and name[1] in graphs:
             return True
-        trace = trace.tb_next
     return False
 
 
 def left_a_loop(error: BaseException, callers: Mapping[CodeType, Collection[int]]) -> bool:
     """Return True if an exception that is being handled has ended a function or a loop with steps.
 
-    A handler inside the loop may continue it, e.g. after it has read a batch again.
-
-    Args:
-        error: the exception.
-        callers: the code that called functions with collectives, and the lines of the calls.
+    A handler inside the loop may continue it, e.g. after it has read a batch again. ``callers`` is the code that called
+    functions with collectives, and the lines of the calls.
     """
-    trace = error.__traceback__
-    if trace is None:
+    frames = list(traceback.walk_tb(error.__traceback__))
+    if not frames:
         return False
-    handler = trace.tb_frame
-    line = trace.tb_lineno
+    handler, line = frames[0]
     for start, end in _loops_of(handler.f_code.co_filename, callers.get(handler.f_code, ())):
         if start <= line <= end and not start <= handler.f_lineno <= end:
             return True
-    while (trace := trace.tb_next) is not None:  # these functions have ended
-        if trace.tb_frame.f_code in callers:
-            return True
-    return False
+    return any(frame.f_code in callers for frame, _ in frames[1:])  # these functions have ended
 
 
 def _loops_of(file: str, lines: Collection[int]) -> Iterator[tuple[int, int]]:
     """Yield first and last line of the innermost loop around each of ``lines``."""
     if not lines:
         return
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return
-    loops = [(one.lineno, one.end_lineno or 0) for one in ast.walk(tree) if isinstance(one, (ast.For, ast.While))]
+    loops = [(one.lineno, one.end_lineno or 0) for one in nodes_of(file) if isinstance(one, (ast.For, ast.While))]
     for line in lines:
         around = [loop for loop in loops if loop[0] <= line <= loop[1]]
         if around:
             yield max(around)
+
+
+def nodes_of(file: str) -> list[ast.AST]:
+    """Return the nodes of a source file; none if it is not known or not Python."""
+    try:
+        return list(ast.walk(ast.parse("".join(linecache.getlines(file)))))
+    except (SyntaxError, ValueError):
+        return []
 
 
 def cause_of(error: BaseException) -> str:

@@ -35,10 +35,7 @@ class TrainingThread:
     def stacks(self, recorder: FlightRecorder, busy_reason: str | None, doing: str) -> Stacks:
         """Return the last activity of this rank, and the Python stacks of all its threads.
 
-        Args:
-            recorder: has the rank's step and its last collective.
-            busy_reason: of an open ``hk.busy``, or None.
-            doing: what the rank does while others wait for it; "" if unknown.
+        ``doing`` is what the rank does while others wait for it; "" if unknown.
         """
         with os.fdopen(memory_file(), "w+b") as file:
             faulthandler.dump_traceback(file, all_threads=True)

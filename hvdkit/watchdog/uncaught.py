@@ -32,13 +32,10 @@ def blame_another_rank(error: Exception) -> None:
 
 
 class UncaughtErrors:
-    """Ends all ranks on an uncaught exception in this process.
-
-    Attributes:
-        doubt: returns what the last line adds about the training, which may be why an exception was raised, or "".
-    """
+    """Ends all ranks on an uncaught exception in this process."""
 
     def __init__(self, reporter: Reporter) -> None:
+        # Returns what the last line adds about the training, which may be why an exception was raised, or "".
         self.doubt: Callable[[], str] = str
         self._reporter = reporter
         self._rank = 0
@@ -48,10 +45,8 @@ class UncaughtErrors:
     def install(self, rank: int, release: Callable[[], None], abort: Callable[[int], None] | None) -> None:
         """Start reporting failures of this rank.
 
-        Args:
-            rank: this rank.
-            release: releases this rank's threads from collectives.
-            abort: ends all ranks if this rank has no sentinel; None without MPI.
+        ``release`` releases this rank's threads from collectives. ``abort`` ends all ranks if this rank has no
+        sentinel; None without MPI.
         """
         if sys.excepthook == self._uncaught_alone:  # an error before hk.init() was caught
             self.remove()

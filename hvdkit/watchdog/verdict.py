@@ -40,13 +40,9 @@ class Lost(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Judged(Failed):
-    """The coordinator has found that the rank cannot continue, although it did not report an error.
+    """The coordinator has found that the rank cannot continue, although it did not report an error."""
 
-    Attributes:
-        dead: whether its process is unable to exit normally.
-    """
-
-    dead: bool = False
+    dead: bool = False  # its process cannot exit normally
 
 
 class Blame(NamedTuple):
@@ -62,9 +58,7 @@ class RankEvent:
     """One event of a rank.
 
     Attributes:
-        rank: the rank.
         time: when it happened, as far as is known, by the coordinator's clock in seconds.
-        event: what happened.
         ordered: whether it results from an order of the coordinator, or from a signal to the job.
     """
 
@@ -120,9 +114,7 @@ class Verdict:
 def is_failure(one: RankEvent, have_left: Collection[int]) -> bool:
     """Return True for an event that must end the job even if it is unknown which rank failed first.
 
-    Args:
-        one: the event.
-        have_left: the ranks whose scripts have ended.
+    ``have_left`` are the ranks whose scripts have ended.
     """
     if isinstance(one.event, Exited):  # after the script's end, an unknown exit code does not count as a failure
         return one.event.code != 0 and (one.event.code is not None or one.rank not in have_left)
@@ -133,12 +125,8 @@ def verdict(events: Iterable[RankEvent], size: int, hosts: Mapping[int, str] = {
     """Return the verdict: which rank failed first, and how.
 
     A rank is named only if all other ranks are known not to have failed earlier. Missing events make the verdict
-    "unknown", but never blame a healthy rank. The order of the events does not matter, only their times.
-
-    Args:
-        events: the events so far. Events that result from an order to end never count as the first failure.
-        size: number of ranks.
-        hosts: the host of each rank.
+    "unknown", but never blame a healthy rank. The order of the events does not matter, only their times. Events that
+    result from an order to end never count as the first failure.
 
     Example:
         >>> one = RankEvent(1, 4.0, Failed(cause="ValueError: bad", step=7))
@@ -243,9 +231,8 @@ class _History:
     def candidates(self, all_left: bool, victims: Sequence[tuple[float, int]]) -> Iterator[_Candidate]:
         """Yield the possible failures of this rank.
 
-        Args:
-            all_left: the scripts of all ranks have ended.
-            victims: sorted time and rank of the reported errors that were caused by another rank.
+        ``all_left``: the scripts of all ranks have ended. ``victims``: sorted time and rank of the reported errors that
+        were caused by another rank.
         """
         leaving = self.first.get(Leaving)
         for one in self.events:

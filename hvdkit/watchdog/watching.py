@@ -117,12 +117,9 @@ class WatchingSentinel(Sentinel):
     def _reconnect(self, seconds: float) -> None:
         """Connect again, and report what rank 0's sentinel does not know. Raises OSError as :func:`connect` does."""
         self.uplink, self.welcome = self._connect_again(seconds)
-        if self.rank.training is not None:
-            self.report(self.rank.training)
-        if self.rank.saved is not None:
-            self.report(self.rank.saved)
-        if self.rank.leaving is not None:
-            self.report(self.rank.leaving)
+        for message in (self.rank.training, self.rank.saved, self.rank.leaving):
+            if message is not None:
+                self.report(message)
 
     def handle_disconnect(self, *, is_cut_off: bool) -> None:
         """Reconnect if rank 0's sentinel was only killed and is replaced; otherwise end this rank."""

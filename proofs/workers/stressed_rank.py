@@ -7,13 +7,11 @@ Ranks synchronize at every step through files in FOLDER. SEED selects the steps 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import sys
 import time
 import types
-from collections.abc import Iterator
 from pathlib import Path
 
 _package = types.ModuleType("hvdkit")  # importing hvdkit itself would load TensorFlow
@@ -36,16 +34,6 @@ def meet(name: str) -> None:
     (FOLDER / f"{name}-{RANK}").touch()
     while not all((FOLDER / f"{name}-{rank}").exists() for rank in range(SIZE)):
         time.sleep(0.005)
-
-
-@contextlib.contextmanager
-def busy(reason: str) -> Iterator[None]:
-    """Mark this rank as busy, like ``hk.busy``."""
-    reporter().begin_busy(reason)
-    try:
-        yield
-    finally:
-        reporter().end_busy(reason)
 
 
 def hold_lock(seconds: float) -> None:
@@ -76,7 +64,7 @@ def stress() -> None:
     if STRESS == "lock":
         hold_lock(2 * HEARTBEAT)
     elif STRESS == "save":
-        with busy("saving"):
+        with reporter().busy("saving"):
             time.sleep(3 * HEARTBEAT)
     elif STRESS == "fork":
         fork_children()

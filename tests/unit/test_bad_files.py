@@ -26,7 +26,7 @@ from helpers.data_files import COLUMNS, FORMATS, damage, write_tfrecord
 
 import hvdkit as hk
 from hvdkit.data import GlobalBatches
-from hvdkit.data.files import kept_open, offsets, records, tfrecord_format
+from hvdkit.data.files import offsets, records, storage, tfrecord_format
 from hvdkit.data.files.listing import list_files
 
 TWO = {"id": "int64", "x": "int64"}
@@ -369,7 +369,7 @@ def test_arguments_are_checked(options, error, tmp_path):
 @pytest.mark.parametrize("name", ["parquet", "tfrecord", "delimited", "npy", "array_record"])
 @pytest.mark.parametrize("change", ["grown", "replaced", "deleted"])
 def test_a_change_in_the_middle_of_an_epoch_is_an_error(name, change, tmp_path, monkeypatch):
-    monkeypatch.setattr(kept_open, "CHECK_SECONDS", 0)
+    monkeypatch.setattr(storage, "CHECK_SECONDS", 0)
     paths = [tmp_path / each for each in "ab"]
     write, read, _ = FORMATS[name]
     for number, path in enumerate(paths):
@@ -492,8 +492,8 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
 def test_many_files_need_few_descriptors(tmp_path, large, monkeypatch):
     monkeypatch.setattr(offsets, "_LARGE_CACHE", large)
     monkeypatch.setattr(records, "_MOST_MAPS", 50)
-    monkeypatch.setattr(kept_open, "MOST_OPEN", 20)
-    kept_open.close_idle()
+    monkeypatch.setattr(storage, "MOST_OPEN", 20)
+    storage.close_idle()
     for number in range(300):
         (tmp_path / f"{number}.csv").write_text(f"{number},1\n")
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -11,8 +11,8 @@ from helpers.speed import WAIT
 
 import hvdkit as hk
 from hvdkit.commands.cli import main
+from hvdkit.commands.measure.bench import as_json, as_table, milliseconds
 from hvdkit.commands.measure.config import Bench
-from hvdkit.commands.measure.figures import as_json, as_table, milliseconds
 from hvdkit.commands.measure.jobs import ResultsFilter
 from hvdkit.commands.measure.measurements import Gradient, RankMeasurement, merge_jobs, round_seconds
 from hvdkit.commands.measure.workloads import measure, optimizer, train_step, workload

@@ -34,8 +34,7 @@ from hvdkit.commands.build_horovod.__main__ import main
 from hvdkit.commands.build_horovod.build import BUILD_TOOLS, CMAKE, BuildInputs, find_inputs
 from hvdkit.commands.build_horovod.build_progress import BuildProgress
 from hvdkit.commands.build_horovod.config import MpiKind
-from hvdkit.commands.build_horovod.pip import pip_command
-from hvdkit.commands.build_horovod.process import run
+from hvdkit.commands.build_horovod.process import pip_command, run
 from hvdkit.errors import BuildError
 
 MPI = "wheel" if shutil.which("mpicxx", path=sysconfig.get_path("scripts")) else "none"
@@ -353,7 +352,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 def test_an_environment_without_pip_uses_the_one_python_carries(tmp_path: Path) -> None:
     python = environment_without(tmp_path / "venv", "tensorflow")
     program = (
-        "import subprocess; from hvdkit.commands.build_horovod.pip import pip_command; "
+        "import subprocess; from hvdkit.commands.build_horovod.process import pip_command; "
         "subprocess.run([*pip_command(), '--version'], check=True)"
     )
     outcome = subprocess.run([python, "-c", program], capture_output=True, text=True)

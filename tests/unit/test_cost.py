@@ -13,9 +13,15 @@ from hvdkit.cluster import settings
 from hvdkit.cluster.tuned import read_settings
 from hvdkit.commands.cli import main
 from hvdkit.commands.measure.config import Tune
-from hvdkit.commands.measure.cost import Link, allreduce_seconds, alltoall_seconds, fit_link, step_cost
+from hvdkit.commands.measure.cost import (
+    Link,
+    allreduce_seconds,
+    alltoall_seconds,
+    fit_link,
+    predict_scaling,
+    step_cost,
+)
 from hvdkit.commands.measure.measurements import Gradient, Measurements, TimedAllreduce
-from hvdkit.commands.measure.scaling import predict_scaling
 from hvdkit.commands.measure.tune import tune
 from hvdkit.optimizer.buckets import buckets
 

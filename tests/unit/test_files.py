@@ -26,7 +26,7 @@ from helpers.data_files import (
 
 import hvdkit as hk
 from hvdkit.data import GlobalBatches
-from hvdkit.data.files import columns, source, tfrecord_format
+from hvdkit.data.files import formats, source, tfrecord_format
 from hvdkit.data.files.listing import list_files
 from hvdkit.data.files.text_format import _from_hex
 
@@ -191,8 +191,8 @@ def test_several_sources_do_not_make_tensorflow_warn_of_retracing(tmp_path, monk
 
 def test_tensors_share_the_memory_of_batches(tmp_path, monkeypatch):
     """Numbers are not copied on the way to TensorFlow, neither the values of lists nor their splits."""
-    made, empty = [], columns.aligned_empty
-    monkeypatch.setattr(columns, "aligned_empty", lambda *args: made.append(empty(*args)) or made[-1])
+    made, empty = [], formats.aligned_empty
+    monkeypatch.setattr(formats, "aligned_empty", lambda *args: made.append(empty(*args)) or made[-1])
     write_parquet(tmp_path / "a", range(100))
     batches = GlobalBatches(hk.data.parquet(tmp_path, ["id", "x", "list"]), 32, rank=0, size=1, remainder="drop")
     in_keras = next(iter(batches.as_keras()))

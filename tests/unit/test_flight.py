@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 from helpers.cases import case
 
-from hvdkit.collectives.sites import Site
+from hvdkit.collectives.graph_recorder import Site
 from hvdkit.watchdog.events import Flight, decode
 from hvdkit.watchdog.flight_recorder import SLOTS, FlightReader, FlightRecorder, collective_key
 

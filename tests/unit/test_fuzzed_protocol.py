@@ -122,4 +122,4 @@ def test_no_server_without_the_token_is_taken_for_the_coordinator(frames):
         theirs.sendall(b"".join(frames))
         theirs.shutdown(socket.SHUT_WR)
         with pytest.raises(OSError), bounded_memory():
-            channel._authenticate(ours, "the-token", joined(0, 1), None, None)  # type: ignore[arg-type]
+            channel._authenticate(ours, "the-token", joined(0, 1))

@@ -12,7 +12,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 import hvdkit as hk
 from hvdkit.data import GlobalBatches
-from hvdkit.data.files import kept_open
+from hvdkit.data.files import storage
 from hvdkit.data.files.listing import list_files
 from hvdkit.data.files.storage import opened
 
@@ -23,7 +23,7 @@ def open_files(folder: Path) -> int:
 
 
 def test_the_number_of_open_files_is_bounded(tmp_path):
-    for i in range(2 * kept_open.MOST_OPEN):
+    for i in range(2 * storage.MOST_OPEN):
         np.save(tmp_path / f"{i:03}.npy", np.arange(4 * i, 4 * i + 4))
     files = list_files(tmp_path)
 
@@ -34,7 +34,7 @@ def test_the_number_of_open_files_is_bounded(tmp_path):
     with ThreadPoolExecutor(8) as executor:
         found = [*executor.map(read, [*range(len(files))] * 5)]
     assert [int(np.frombuffer(data, np.int64)[0]) for data in found] == [*range(0, 4 * len(files), 4)] * 5
-    assert 0 < open_files(tmp_path) <= kept_open.MOST_OPEN
+    assert 0 < open_files(tmp_path) <= storage.MOST_OPEN
 
 
 def test_a_file_is_lent_to_one_thread_at_a_time_and_kept(tmp_path):
@@ -81,8 +81,8 @@ def test_idle_files_may_be_closed_while_the_lock_is_held(tmp_path):
     for file in (first, second):
         with opened(file) as each:
             each.read(0, 3)
-    with kept_open._lock:
-        kept_open.close_idle()
+    with storage._lock:
+        storage.close_idle()
         assert open_files(tmp_path) == 2
     with opened(first) as each:
         assert each.read(0, 3) == b"abc" and open_files(tmp_path) == 1

@@ -64,7 +64,7 @@ MAY_TRAIN = {
     "commands.checkpoint",
     "commands.cli",
     "commands.data",
-    *(f"commands.measure.{name}" for name in ("bench", "config", "figures", "jobs", "tune", "worker", "workloads")),
+    *(f"commands.measure.{name}" for name in ("bench", "config", "jobs", "tune", "worker", "workloads")),
 }
 MAY_IMPORT = {
     "sharding.partition": {"__future__", "collections", "dataclasses", "typing", "math", "enum", "numpy", "hvdkit"},

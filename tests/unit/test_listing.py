@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import hvdkit as hk
-from hvdkit.data.files import kept_open, remote_cache
+from hvdkit.data.files import remote_cache, storage
 from hvdkit.data.files.filesystems import filesystem_of
 from hvdkit.data.files.listing import list_files
 
@@ -129,7 +129,7 @@ def test_what_matches_and_is_no_regular_file_is_named(tmp_path):
 
 
 def test_a_file_that_becomes_a_fifo_is_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(kept_open, "CHECK_SECONDS", 0)
+    monkeypatch.setattr(storage, "CHECK_SECONDS", 0)
     path = tmp_path / "a.csv"
     path.write_text("1\n2\n")
     source = hk.data.delimited(path, COLUMNS)

@@ -21,7 +21,7 @@ from hvdkit.watchdog.events import Joined, Measured, Status
 from hvdkit.watchdog.flight_recorder import FlightReader, FlightRecorder
 from hvdkit.watchdog.job_metrics import METRICS, JobMetrics
 from hvdkit.watchdog.metrics_server import MetricsAddress, MetricsServer, url_of
-from hvdkit.watchdog.rank_gauge import RankGauge
+from hvdkit.watchdog.rank_process import RankGauge
 from hvdkit.watchdog.verdict import Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,8 +60,8 @@ def begin(metrics: JobMetrics, size: int) -> None:
 
 def test_a_sentinel_reads_what_the_training_notes():
     recorder = FlightRecorder()
-    reader = FlightReader(recorder.file)
-    notes = reader.notes()
+    gauge = RankGauge(FlightReader(recorder.file))
+    notes = gauge.take()
     assert (notes.step, notes.examples, notes.loss, notes.saved_step, notes.collectives) == (None, None, None, None, 0)
     recorder.notes.expect_examples(128.5)
     recorder.notes.at_loss(0.25)
@@ -70,13 +70,13 @@ def test_a_sentinel_reads_what_the_training_notes():
     number = recorder.begin("eager 1", "sum", nbytes=12, eager=True)
     time.sleep(0.01)
     recorder.end(number, eager=True)
-    notes = reader.notes()
+    notes = gauge.take()
     assert (notes.step, notes.examples, notes.loss, notes.saved_step, notes.save_seconds) == (9, 128.5, 0.25, 7, 1.5)
     assert (notes.collectives, notes.nbytes) == (1, 12) and 0.01 <= notes.seconds < WAIT
     assert abs(notes.step_at - time.monotonic()) < WAIT and abs(notes.saved_at - time.time()) < WAIT
     recorder.notes.at_loss(math.nan)
     recorder.notes.expect_examples(None)
-    assert math.isnan(reader.notes().loss) and reader.notes().examples is None
+    assert math.isnan(gauge.take().loss) and gauge.take().examples is None
 
 
 def test_a_step_is_measured_once_its_collectives_have_ended():

@@ -11,8 +11,9 @@ import pytest
 
 import hvdkit as hk
 from hvdkit.data import GlobalBatches
+from hvdkit.data.aligned import Ragged
 from hvdkit.data.files import parquet_format
-from hvdkit.data.files.columns import Ragged, kind_of, to_numpy
+from hvdkit.data.files.columns import kind_of, to_numpy
 
 UUIDS = [bytes([i]) * 16 for i in range(4)]
 TEXTS = ["", "a", "\x00", "longer than twelve bytes, which views keep elsewhere"]

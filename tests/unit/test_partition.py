@@ -12,13 +12,13 @@ from helpers.cases import case
 from hypothesis import given
 from hypothesis import strategies as st
 
+import hvdkit as hk
+from hvdkit.sharding.keys import key_dtype, keys_of
 from hvdkit.sharding.partition import (
     boxes_of,
     flat_ranges,
     flat_shard_size,
     intersect,
-    local_row,
-    owner,
     positions,
     rows_of,
 )
@@ -87,11 +87,10 @@ def test_rows_find_their_way_to_other_owners(before, after, rows, old, new, data
 
 
 @given(RULES, ROWS, SIZES)
-def test_owner_and_local_row_agree_with_the_rows(rule, rows, size):
+def test_keys_agree_with_the_rows(rule, rows, size):
     ids = np.arange(rows)
-    owners, local = owner(rule, ids, rows, size), local_row(rule, ids, rows, size)
-    if rows:
-        np.testing.assert_array_equal(local_row(rule, ids.tolist(), rows, size), local)
+    keys = keys_of(tf.constant(ids), rule, rows, size).numpy()
+    owners, local = keys % size, keys // size
     for rank in range(size):
         held = list(rows_of(rule, rows, rank, size))
         assert list(ids[owners == rank]) == held
@@ -99,10 +98,12 @@ def test_owner_and_local_row_agree_with_the_rows(rule, rows, size):
 
 
 def test_bad_ids_name_themselves():
+    hk.init()
+    variable = hk.PartitionedVariable((5, 2))
     with pytest.raises(ValueError, match="ids: got 0 to 5, expected 0 to 4"):
-        owner("div", np.array([0, 5]), 5, 2)
-    with pytest.raises(ValueError, match="ids: got dtype float64, expected integers"):
-        local_row("mod", np.array([0.5]), 5, 2)
+        variable.assign_rows(np.array([0, 5]), np.zeros((2, 2)))
+    with pytest.raises(TypeError, match=r"ids: got float64\[1\], expected integers"):
+        variable.assign_rows(np.array([0.5]), np.zeros((1, 2)))
 
 
 @given(st.lists(st.integers(0, 30), max_size=6), SIZES)
@@ -129,7 +130,6 @@ def test_boxes_are_a_run_in_its_order(shape, data):
 
 def test_keys_of_more_rows_on_a_rank_than_int32_holds():
     """Tables of some billion rows, looked up by ids on both sides of 2**31 local rows."""
-    from hvdkit.sharding.keys import key_dtype, keys_of
     from hvdkit.sharding.routing import KeyedVariable
 
     rows, size = 2**33 + 5, 3
@@ -139,8 +139,9 @@ def test_keys_of_more_rows_on_a_rank_than_int32_holds():
     for rule, base in itertools.product(("mod", "div"), (0, 2**31 + 3)):  # rows of other tables come first
         assert max(len(rows_of(rule, rows, rank, size)) for rank in range(size)) > 2**31
         owners, local = source.route(keys_of(tf.constant(edges), rule, rows, size, base=base), size)
-        np.testing.assert_array_equal(owners, owner(rule, edges, rows, size))
-        np.testing.assert_array_equal(local, local_row(rule, edges, rows, size) + base)
+        held = [rows_of(rule, rows, rank, size) for rank in range(size)]
+        for edge, rank, row in zip(edges.tolist(), owners.numpy(), local.numpy(), strict=True):
+            assert edge in held[rank] and row == held[rank].index(edge) + base
     owners, local = source.route(keys_of(tf.constant(edges), "whole", rows, size, base=7, rank=2), size)
     np.testing.assert_array_equal(owners, np.full(len(edges), 2))
     np.testing.assert_array_equal(local, edges + 7)

@@ -21,7 +21,7 @@ from hvdkit.data.stream import StreamSource
 
 def plan_of(source, batch_size, rank=0, size=1, *, seed=None, remainder="pad", **options):
     rank_rows = order.RankRows(rank, size, batch_size)
-    return BatchPlan.of(source, rank_rows, shuffle=order.Shuffle(seed), remainder=remainder, **options)
+    return BatchPlan(source, rank_rows, order.Shuffle(seed), remainder, **options)
 
 
 def rows_of(plan, epoch, step=0, max_batches=1):

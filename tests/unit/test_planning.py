@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hvdkit.errors import PlanError
 from hvdkit.sharding.keys import key_dtype, keys_of
 from hvdkit.sharding.layout import lay_out
-from hvdkit.sharding.partition import local_row, owner
+from hvdkit.sharding.partition import rows_of
 from hvdkit.sharding.plan import plan_tables
 from hvdkit.sharding.table import PLACEMENTS, Table
 
@@ -53,11 +53,10 @@ def test_a_key_is_the_place_of_its_row(drawn, size):
             rows = part.table.input_dim
             ids = np.arange(rows)
             keys = keys_of(tf.constant(ids), part.rule, rows, size, base=part.base, rank=part.rank).numpy()
-            whole = part.rule == "whole"
-            ranks = np.full(rows, part.rank) if whole else owner(part.rule, ids, rows, size)
-            local = ids if whole else local_row(part.rule, ids, rows, size)
-            np.testing.assert_array_equal(keys % size, ranks)
-            np.testing.assert_array_equal(keys // size, local + part.base)
+            for rank in {part.rank} if part.rule == "whole" else range(size):
+                held = ids if part.rule == "whole" else np.array(rows_of(part.rule, rows, rank, size), int)
+                np.testing.assert_array_equal(keys[held] % size, rank)
+                np.testing.assert_array_equal(keys[held] // size, np.arange(len(held)) + part.base)
             assert keys.max() < group.keys
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -23,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdkit.cluster.progress import progress, spending
-from hvdkit.profiling import clocks, intervals, profile_report, timeline, trace, xplane
+from hvdkit.profiling import collect, intervals, profile_report, timeline, trace, xplane
 from hvdkit.profiling.rank_profile import RankProfile, Span, StepEnd, TimedCollective
 from hvdkit.profiling.settings import ProfileSettings
 from hvdkit.profiling.step_parts import PARTS, divide, match_collectives
@@ -253,7 +252,7 @@ def test_the_sentence_says_what_the_table_shows():
 
 def test_long_host_names_are_cut_visibly(capsys):
     hosts = ["short", "x" * 20, "ip-10-0-0-123.ec2.internal"]
-    profile_report.print_table([replace(row(0, 0.0), host=host) for host in hosts], sys.stdout)
+    profile_report.print_table([replace(row(0, 0.0), host=host) for host in hosts])
     printed = [line.split()[1] for line in capsys.readouterr().out.splitlines()[2:5]]
     assert printed == ["short", "x" * 20, "ip-10-0-0-123.ec2.i…"]
 
@@ -266,7 +265,7 @@ def test_clocks_of_other_hosts_are_known_within_their_error(monkeypatch):
     ahead, result = [0, 5_000_000_000, 0], {}
     shared, place = threading.Barrier(3), threading.local()
     sent = [None] * 3
-    monkeypatch.setattr(clocks, "boot_id", lambda: "b" if place.rank == 1 else "a")
+    monkeypatch.setattr(collect, "boot_id", lambda: "b" if place.rank == 1 else "a")
 
     def work(rank):
         place.rank = rank
@@ -278,7 +277,7 @@ def test_clocks_of_other_hosts_are_known_within_their_error(monkeypatch):
             shared.wait(WAIT)
             return got
 
-        result[rank] = clocks.offsets(allgather, lambda: time.monotonic_ns() + ahead[rank])
+        result[rank] = collect.clock_offsets(allgather, lambda: time.monotonic_ns() + ahead[rank])
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
     for thread in threads:

@@ -11,8 +11,7 @@ from helpers.jobs import without
 from helpers.speed import WAIT
 
 import hvdkit as hk
-from hvdkit.commands.run.ray_cluster import check_resources
-from hvdkit.commands.run.ray_job import RayLaunch, RayReservation
+from hvdkit.commands.run.ray_job import RayLaunch, RayReservation, check_resources
 
 
 def test_the_engine_gets_what_the_job_sent():

@@ -57,7 +57,8 @@ tempfile.tempdir = "/nowhere"
 print(rank._thread.stacks(rank.recorder, None, "").text.count("its stacks"), flush=True)
 """
 BUSY = """
-rank.begin_busy("uploading")
+busy = rank.busy("uploading")
+busy.__enter__()
 before, sent = rank._sentinel, []
 send = rank.send
 rank.send = lambda message: (sent.append(type(message).__name__), send(message))

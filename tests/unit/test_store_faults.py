@@ -12,7 +12,7 @@ import hvdkit as hk
 from hvdkit.checkpoint.folder import list_checkpoints, record_damage, tidy
 from hvdkit.checkpoint.stores import open_store
 from hvdkit.commands.cli import main
-from hvdkit.supervisor import store_lock
+from hvdkit.supervisor import lock as store_lock
 
 pytestmark = pytest.mark.full
 HOUR = 3600.0

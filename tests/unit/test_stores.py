@@ -23,7 +23,7 @@ from hvdkit.checkpoint.folder import list_checkpoints
 from hvdkit.checkpoint.stores import open_store
 from hvdkit.checkpoint.writing import Save, Snapshot
 from hvdkit.commands.cli import main
-from hvdkit.supervisor import store_lock
+from hvdkit.supervisor import lock as store_lock
 
 pytestmark = pytest.mark.full
 

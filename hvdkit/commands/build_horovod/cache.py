@@ -10,17 +10,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-import platformdirs
 from filelock import FileLock, Timeout
 
 from hvdkit.commands.build_horovod.build_progress import BuildProgress
 from hvdkit.errors import BuildError, describe
 from hvdkit.machine.replacing import replaced
-
-
-def default_folder() -> Path:
-    """Return the user's folder of cached wheels."""
-    return platformdirs.user_cache_path("hvdkit") / "horovod"
 
 
 def writable_folder(option: str, chosen: Path) -> Path:

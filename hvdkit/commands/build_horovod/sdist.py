@@ -7,8 +7,7 @@ import tarfile
 from pathlib import Path
 
 from hvdkit.commands.build_horovod import cache
-from hvdkit.commands.build_horovod.pip import pip_command, pip_environment
-from hvdkit.commands.build_horovod.process import run
+from hvdkit.commands.build_horovod.process import run_pip
 from hvdkit.errors import BuildError, describe
 
 HOROVOD = "0.28.1"
@@ -31,9 +30,9 @@ def fetch(folder: Path, tools: Path, log: Path) -> Path:
     pinned = tools.parent / "horovod.txt"
     pinned.write_text(f"horovod=={HOROVOD} --hash=sha256:{SHA256}\n")
     options = ["--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--require-hashes"]
-    command = [*pip_command(), "download", *options, "--dest", str(downloads), "-r", str(pinned)]
-    env = pip_environment({"PYTHONPATH": str(tools)})
-    run(command, log=log, failure=f"pip could not download Horovod {HOROVOD}", env=env)
+    arguments = ["download", *options, "--dest", str(downloads), "-r", str(pinned)]
+    failure = f"pip could not download Horovod {HOROVOD}"
+    run_pip(*arguments, log=log, failure=failure, variables={"PYTHONPATH": str(tools)})
     return cache.store(downloads / ARCHIVE, folder)
 
 

@@ -95,8 +95,6 @@ def has_cmake() -> bool:
     return match is not None and Version(match[1]) >= OLDEST_CMAKE
 
 
-def choose_jobs(jobs: int) -> int:
-    """Return ``jobs``, or if it is 0, as many as cores and free memory allow."""
-    if jobs:
-        return jobs
+def most_jobs() -> int:
+    """Return how many compiler processes the cores and the free memory allow."""
     return max(1, min(available_cores(), available_memory() // MEMORY_PER_JOB))

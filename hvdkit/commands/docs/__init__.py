@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -51,7 +51,11 @@ def docs(config: Docs) -> None:
         titles = [(name, next(iter(headings(text)), (name,))[0]) for name, text in pages().items()]
         print("\n".join([*aligned(titles), "", "`hvdkit docs PAGE` shows a page."]))
         return
-    text = _messages_with(config.words, config.page) if config.words else find(config.page)
+    if config.words and config.page != _MESSAGES:
+        words = shlex.join(config.words)
+        remedy = f"to look up an error message, write: hvdkit docs messages {words}"
+        raise ValueError(describe("WORDS", words, f"none with the page {config.page}", remedy))
+    text = listing(search(config.words, entries())) if config.words else find(config.page)
     if not on_terminal():
         print(text)
         return
@@ -93,14 +97,6 @@ def find(reference: str) -> str:
 def with_messages(text: str) -> str:
     """Return the text of the page of error messages, followed by their catalogue."""
     return f"{text.replace(_MESSAGES_MARK, '').rstrip()}\n\n{listing(entries())}\n"
-
-
-def _messages_with(words: Sequence[str], page: str) -> str:
-    """Return the catalogue's entries of a message, or that contain all of some words."""
-    if page != _MESSAGES:
-        remedy = f"to look up an error message, write: hvdkit docs messages {shlex.join(words)}"
-        raise ValueError(describe("WORDS", shlex.join(words), f"none with the page {page}", remedy))
-    return listing(search(words, entries()))
 
 
 def _remedy(name: str, known: Iterable[str], listing: str) -> str:

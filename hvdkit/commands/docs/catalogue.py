@@ -50,97 +50,60 @@ _UNKNOWN = ast.Constant(None)
 _MARKUP = re.compile(r"[*<\[]|(?<!\w)_|_(?!\w)")
 
 
-class MessageEntry(NamedTuple):
-    """An error: what it is about, what was expected, and the remedy; parts that vary are placeholders."""
+class Entry(NamedTuple):
+    """A message; parts that vary are placeholders.
 
-    argument: str
-    expected: str
-    remedy: str
+    The title is the heading below which the message is listed: an argument, the class of an error, ``warnings``, or
+    ``rank`` for how a rank ended, in the last line of a job.
+    """
 
-    @property
-    def title(self) -> str:
-        """The heading below which the message is listed."""
-        return self.argument
-
-    @property
-    def text(self) -> str:
-        """The message without the value that it names."""
-        return f"{self.argument}: expected {self.expected}; {self.remedy}"
+    title: str
+    what: str  # was expected of an argument; otherwise the message up to the remedy
+    remedy: str  # may be empty
+    parts: tuple[str, ...]  # texts in the message that the user sees, with values between them
+    text: str  # in which words are searched
 
     def line(self, title: str) -> str:
         """Return a line of Markdown for the message below a title, which may be a similar argument."""
-        argument = "" if self.argument == title else f"`{self.argument}`: "
-        return f"- {argument}expected {_escaped(self.expected)}; *{_escaped(self.remedy)}*"
+        about = "" if self.title == title else f"`{self.title}`: "
+        remedy = f"; *{_escaped(self.remedy)}*" if self.remedy else ""
+        return f"- {about}{_escaped(self.what)}{remedy}"
 
     def likeness(self, text: str) -> int:
         """Return how many characters of this message, apart from values, are in ``text`` as whole parts of it.
 
         Example:
-            >>> entry = MessageEntry("splits", "one entry per rank (…)", "pass … row counts")
+            >>> entry = _entry_of_argument("splits", "one entry per rank (…)", "pass … row counts")
             >>> entry.likeness("splits: got [1, 2], expected one entry per rank (4); pass 4 row counts")
             57
             >>> entry.likeness("splits: got [1, 2], expected integers; pass integers")
             11
         """
-        argument = PLACEHOLDER if self.argument == _ANY else self.argument
-        parts = (f"{argument}: got", f"expected {self.expected}", self.remedy)
-        return sum(_literal_characters(part) for part in parts if _pattern(part).search(text))
+        return sum(_literal_characters(part) for part in self.parts if _pattern(part).search(text))
 
 
-class ErrorText(NamedTuple):
-    """The text of an error of hvdkit that is not about an argument; parts that vary are placeholders."""
-
-    error: str
-    text: str
-
-    @property
-    def title(self) -> str:
-        """The heading below which the message is listed."""
-        return self.error
-
-    def line(self, title: str) -> str:
-        """Return a line of Markdown for the message."""
-        what, separator, remedy = self.text.rpartition("; ")
-        return f"- {_escaped(what)}; *{_escaped(remedy)}*" if separator else f"- {_escaped(self.text)}"
-
-    def likeness(self, text: str) -> int:
-        """Return how many characters of this message, apart from values, are in ``text`` as whole parts of it.
-
-        Example:
-            >>> ErrorText("DataError", "… ends at byte …; write it again").likeness("a.csv ends at byte 3; copy it")
-            12
-        """
-        return sum(_literal_characters(part) for part in self.text.split("; ") if _pattern(part).search(text))
+def _entry_of_argument(argument: str, expected: str, remedy: str) -> Entry:
+    what = f"expected {expected}"
+    parts = (f"{argument}: got", what, remedy)
+    if argument == PLACEHOLDER:
+        argument = _ANY
+    return Entry(argument, what, remedy, parts, f"{argument}: {what}; {remedy}")
 
 
-class RankEnd(NamedTuple):
-    """How a rank ended, in the last line of a job: ``rank 1 on host-b VERB at step 20: CAUSE``."""
-
-    title: str
-    verb: str
-    cause: str
-
-    @property
-    def text(self) -> str:
-        """What the last line says of the rank."""
-        return f"{self.verb}: {self.cause}" if self.cause else self.verb
-
-    def line(self, title: str) -> str:
-        """Return a line of Markdown for the message."""
-        return ErrorText(title, self.text).line(title)
-
-    def likeness(self, text: str) -> int:
-        """Return how many characters of this message, apart from values, are in ``text`` as whole parts of it.
-
-        Example:
-            >>> RankEnd("rank", "hangs", "no progress for … s").likeness("rank 1 hangs at step 2: no progress for 6 s")
-            23
-        """
-        parts = (self.verb, *self.cause.split("; "))
-        return sum(_literal_characters(part) for part in parts if _pattern(part).search(text))
+def _entry_of_text(title: str, text: str) -> Entry:
+    what, _, remedy = text.rpartition("; ") if "; " in text else (text, "", "")
+    return Entry(title, what, remedy, tuple(text.split("; ")), text)
 
 
-Entry = MessageEntry | ErrorText | RankEnd
+def _entry_of_rank_end(verb: str, cause: str) -> Entry:
+    """Return the entry of ``rank 1 on host-b VERB at step 20: CAUSE``.
+
+    Example:
+        >>> _entry_of_rank_end("hangs", "no progress for … s").likeness("rank 1 hangs at step 2: no progress for 6 s")
+        23
+    """
+    text = f"{verb}: {cause}" if cause else verb
+    return _entry_of_text("rank", text)._replace(parts=(verb, *cause.split("; ")))
 
 
 @functools.cache
@@ -166,20 +129,16 @@ def listing(of: Iterable[Entry]) -> str:
 
 
 def search(words: Sequence[str], among: Sequence[Entry]) -> list[Entry]:
-    """Return the messages that a user means.
-
-    Args:
-        words: a message, or a part of it, as the user has seen it, or words that the message contains.
-        among: the messages.
+    """Return the messages that a user means with a message, a part of it, or words that it contains.
 
     Raises:
         ValueError: no message is meant.
 
     Example:
-        >>> known = [MessageEntry("np", "at most … ranks", "lower it"), MessageEntry("x", "an array", "pass one")]
-        >>> [entry.argument for entry in search(["np: got 5000, expected at most 4096 ranks"], known)]
+        >>> known = [_entry_of_argument("np", "at most … ranks", "lower it"), _entry_of_argument("x", "an array", "-")]
+        >>> [entry.title for entry in search(["np: got 5000, expected at most 4096 ranks"], known)]
         ['np']
-        >>> [entry.argument for entry in search(["Array"], known)]
+        >>> [entry.title for entry in search(["Array"], known)]
         ['x']
     """
     text = " ".join(" ".join(words).split())
@@ -224,27 +183,25 @@ def _entries_of(module: ast.Module) -> Iterator[Entry]:
                 for argument, text in _alternatives((what, remedy), scopes)
                 for expected in _expected_by(show, scopes)
             )
-        elif function in _ERRORS and len(node.args) == 1:
+        elif (function in _ERRORS and len(node.args) == 1) or (function in _WARNINGS and node.args):
+            title = function if function in _ERRORS else "warnings"
             for text in _texts(node.args[0], _scopes(node, parents))[:_MOST_ALTERNATIVES]:
-                if _literal_characters(text) >= _FEWEST_CHARACTERS:
-                    yield ErrorText(function, " ".join(text.split()))
-        elif function in _WARNINGS and node.args:
-            for text in _texts(node.args[0], _scopes(node, parents))[:_MOST_ALTERNATIVES]:
-                if _literal_characters(text := _PERCENT.sub(PLACEHOLDER, text)) >= _FEWEST_CHARACTERS:
-                    yield ErrorText("warnings", " ".join(text.split()))
+                shown = " ".join(_PERCENT.sub(PLACEHOLDER, text).split())
+                if _literal_characters(shown) >= _FEWEST_CHARACTERS:
+                    yield _entry_of_text(title, shown)
         elif function in _ENDS:
             named = {keyword.arg: keyword.value for keyword in node.keywords}
             said = (named.get("verb", ast.Constant("failed")), named.get("cause", ast.Constant("")))
             for verb, cause in itertools.islice(_alternatives(said, _scopes(node, parents)), _MOST_ALTERNATIVES):
                 if _literal_characters(verb + cause) >= _FEWEST_CHARACTERS:
-                    yield RankEnd("rank", verb, cause)
+                    yield _entry_of_rank_end(verb, cause)
 
 
-def _messages(texts: Iterable[tuple[str, ...]]) -> Iterator[MessageEntry]:
+def _messages(texts: Iterable[tuple[str, ...]]) -> Iterator[Entry]:
     """Yield messages of arguments, what was expected of them and remedies, unless nothing of it is known."""
     for argument, expected, remedy in itertools.islice(texts, _MOST_ALTERNATIVES):
         if remedy != PLACEHOLDER or expected not in {PLACEHOLDER, _SHOWN}:
-            yield MessageEntry(_ANY if argument == PLACEHOLDER else argument, expected, remedy)
+            yield _entry_of_argument(argument, expected, remedy)
 
 
 def _expected_by(show: ast.expr, scopes: Sequence[_Scope]) -> list[str]:
@@ -294,10 +251,7 @@ def _scopes(node: ast.AST, parents: Mapping[ast.AST, ast.AST]) -> list[_Scope]:
 def _texts(node: ast.expr, scopes: Sequence[_Scope], through: Sequence[str] = ()) -> list[str]:
     """Return what the text of an expression may be, with placeholders for what is known only when the program runs.
 
-    Args:
-        node: the expression.
-        scopes: those of the functions around it, and of the module, innermost first.
-        through: names of variables through which the expression was reached.
+    ``through`` has the names of the variables and functions through which the expression was reached.
     """
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return [node.value]

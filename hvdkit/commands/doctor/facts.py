@@ -22,17 +22,9 @@ from hvdkit.machine.subprocesses import Outcome, end_all, run
 
 Report: TypeAlias = Mapping[str, Any]  # of a stage of probe.py, from JSON
 
-DISTRIBUTIONS = (
-    "tensorflow",
-    "tensorflow-cpu",
-    "tf-nightly",
-    "keras",
-    "keras-nightly",
-    "numpy",
-    "horovod",
-    "mpi4py",
-    "setuptools",
-)
+TENSORFLOW_DISTRIBUTIONS = ("tensorflow", "tensorflow-cpu", "tf-nightly")
+KERAS_DISTRIBUTIONS = ("keras", "keras-nightly")  # release candidates of TensorFlow require the nightly build
+DISTRIBUTIONS = (*TENSORFLOW_DISTRIBUTIONS, *KERAS_DISTRIBUTIONS, "numpy", "horovod", "mpi4py")
 
 
 @dataclass(frozen=True)
@@ -143,7 +135,6 @@ def mpi_prefix(stage: Report) -> str:
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of the installed :data:`DISTRIBUTIONS`."""
     versions = {}
     for name in DISTRIBUTIONS:
         with suppress(metadata.PackageNotFoundError):

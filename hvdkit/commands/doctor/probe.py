@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import importlib.metadata
-import importlib.util
 import json
 import sys
 
@@ -34,11 +32,10 @@ def keras() -> dict[str, object]:
     import tensorflow as tf
 
     backend = getattr(getattr(keras_module, "backend", None), "backend", None)
-    tf_keras = tf.keras.__version__
     return {
         "version": keras_module.__version__,
         "backend": backend and backend(),
-        "tf_keras_version": tf_keras,
+        "tf_keras_version": tf.keras.__version__,
     }
 
 
@@ -48,11 +45,9 @@ def horovod() -> dict[str, object]:
     import horovod.tensorflow as hvd
 
     return {
-        "version": importlib.metadata.version("horovod"),
         "mpi": bool(hvd.mpi_built()),
         "gloo": bool(hvd.gloo_built()),
         "nccl": bool(hvd.nccl_built()),
-        "cuda": bool(hvd.cuda_built()),
         "rocm": bool(hvd.rocm_built()),
         **_loaded_since(before),
     }
@@ -67,11 +62,7 @@ def mpi4py() -> dict[str, object]:
     package.rc.finalize = False
     from mpi4py import MPI
 
-    return {
-        "version": package.__version__,
-        **_loaded_since(before),
-        "library": MPI.Get_library_version().strip("\0\n "),
-    }
+    return {**_loaded_since(before), "library": MPI.Get_library_version().strip("\0\n ")}
 
 
 def alone() -> dict[str, object]:
@@ -82,9 +73,8 @@ def alone() -> dict[str, object]:
     from mpi4py import MPI
 
     MPI.Init()
-    size = MPI.COMM_WORLD.Get_size()
     MPI.Finalize()
-    return {"size": size}
+    return {}
 
 
 def _loaded_since(before: list[str]) -> dict[str, object]:

@@ -11,7 +11,6 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,21 +26,13 @@ _SHOWN_LINES = 12
 
 @dataclass(frozen=True, kw_only=True)
 class SmokeJob:
-    """A job, and how it must end.
+    """A job, and how it must end."""
 
-    Attributes:
-        shows: what is proved if the job passes.
-        launcher: words of the command that starts the ranks, without the program.
-        program: name and arguments of the program.
-        words: texts that the job's output must contain.
-        fails: whether the job must end with an exit code other than 0.
-    """
-
-    shows: str
-    launcher: tuple[str, ...]
-    program: tuple[str, ...]
-    words: tuple[str, ...]
-    fails: bool = False
+    shows: str  # what is proved if the job passes
+    launcher: tuple[str, ...]  # words of the command that starts the ranks, without the program
+    program: tuple[str, ...]  # name and arguments of the program
+    words: tuple[str, ...]  # texts that the job's output must contain
+    fails: bool = False  # whether the job must end with an exit code other than 0
 
     def problem(self, outcome: Outcome) -> str | None:
         """Return what is wrong with the job's end; None if it passes."""
@@ -135,16 +126,12 @@ def _passes(job: SmokeJob, timeout: float) -> bool:
     problem = job.problem(outcome)
     print(f"{'FAILED' if problem else 'passed'} {outcome.seconds:5.1f} s  {job.shows}", flush=True)
     if problem:
-        print("\n".join(_report(problem, command, outcome)), flush=True)
+        output = outcome.stdout + outcome.stderr
+        lines = [line.rstrip() for line in output.splitlines() if line.strip(" -*\t")]
+        shown = [f"    | {line}" for line in lines[-_SHOWN_LINES:] or ["(none)"]]
+        again = f"    to run it again: {' '.join(command)}"
+        print(f"    {problem}; its last lines:", *shown, again, sep="\n", flush=True)
     return problem is None
-
-
-def _report(problem: str, command: Sequence[str], outcome: Outcome) -> Iterator[str]:
-    """Yield the lines that describe a failed job: the problem, the last lines of the output, the command."""
-    yield f"    {problem}; its last lines:"
-    lines = [line.rstrip() for line in (outcome.stdout + outcome.stderr).splitlines() if line.strip(" -*\t")]
-    yield from (f"    | {line}" for line in lines[-_SHOWN_LINES:] or ["(none)"])
-    yield f"    to run it again: {' '.join(command)}"
 
 
 def _environment() -> dict[str, str]:

@@ -6,12 +6,10 @@ import sys
 
 from packaging.version import Version
 
-from hvdkit.commands.doctor.facts import Facts
+from hvdkit.commands.doctor.facts import KERAS_DISTRIBUTIONS, TENSORFLOW_DISTRIBUTIONS, Facts
 from hvdkit.commands.doctor.finding import Finding, Status
 from hvdkit.machine import supported
 
-TENSORFLOW_DISTRIBUTIONS = ("tensorflow", "tensorflow-cpu", "tf-nightly")
-KERAS_DISTRIBUTIONS = ("keras", "keras-nightly")  # release candidates of TensorFlow require the nightly build
 INSTALL_TENSORFLOW = "pip install 'hvdkit[cpu]', or 'hvdkit[gpu]'"
 BUILD = "hvdkit build-horovod"
 
@@ -20,13 +18,12 @@ def platform(facts: Facts) -> Finding:
     """Check that the platform is Linux with glibc."""
     what = f"{facts.system} {facts.machine}, {facts.glibc or 'no glibc'}"
     details = {"system": facts.system, "machine": facts.machine, "libc": facts.glibc}
+    if facts.system == "Linux" and facts.glibc.startswith("glibc"):
+        return Finding("platform", "ok", what, details=details)
+    remedy = "use a distribution with glibc: TensorFlow has no wheels for musl"
     if facts.system != "Linux":
         remedy = "use Linux: a container, a virtual machine, or WSL 2 on Windows"
-        return Finding("platform", "problem", f"{what} is not supported", remedy, details)
-    if not facts.glibc.startswith("glibc"):
-        remedy = "use a distribution with glibc: TensorFlow has no wheels for musl"
-        return Finding("platform", "problem", f"{what} is not supported", remedy, details)
-    return Finding("platform", "ok", what, details=details)
+    return Finding("platform", "problem", f"{what} is not supported", remedy, details)
 
 
 def python(facts: Facts) -> Finding:

@@ -8,10 +8,8 @@ measurements of all ranks as one line, which the command reads. In the order of 
     worker.py        one rank of the job
     workloads.py     its training steps, also for users' own benchmarks
     measurements.py  the request, the measurement of a rank, and the file that ``tune`` saves
-    bench.py         ``bench``: the jobs of all rounds, or the profile of a program
-    figures.py       the results of ``bench``, as a table and as JSON
+    bench.py         ``bench``: the jobs of all rounds and their results, or the profile of a program
     tune.py          ``tune``: compares settings, and saves the best with the measurements
     planning.py      ``plan``: the placement of tables, or steps predicted from the saved file; starts no job
-    scaling.py       the predicted steps, as a table
-    cost.py          the cost model: from measurements to the seconds of a step on N ranks
+    cost.py          the cost model: from measurements to the seconds of a step on N ranks, and their table
 """

@@ -22,10 +22,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hvdkit.cluster import rings
-from hvdkit.commands.measure.measurements import Measurements, TimedAllreduce
+from hvdkit.commands.measure.measurements import BUCKET, CYCLE, Measurements, TimedAllreduce
+from hvdkit.machine.terminal import aligned
 from hvdkit.optimizer.buckets import buckets
 
 # Number of small collectives in which Horovod's thread negotiates what is ready on all ranks.
@@ -35,23 +36,18 @@ _HALVING = 1.8
 # Messages up to _SMALL are bound by latency, messages from _LARGE on by bandwidth.
 _SMALL = 64 * 1024
 _LARGE = 2 * 1024 * 1024
+BUCKET_BYTES = 8 * 1024 * 1024
+CYCLE_SECONDS = 0.2e-3
 
 
 @dataclass(frozen=True)
 class Link:
-    """The communication costs between ranks.
+    """The communication costs between ranks, in seconds; the letters are those of the formulas above."""
 
-    Attributes:
-        latency: a, seconds for a small message.
-        byte: b, seconds per byte on a link: 8e-9 for 1 Gbit/s.
-        copy: c, seconds to copy and add a byte.
-        wakeup: d without its messages: seconds until Horovod's thread wakes up.
-    """
-
-    latency: float
-    byte: float
-    copy: float
-    wakeup: float
+    latency: float  # a, for a small message
+    byte: float  # b, per byte on a link: 8e-9 for 1 Gbit/s
+    copy: float  # c, to copy and add a byte
+    wakeup: float  # d without its messages: until Horovod's thread wakes up
 
 
 @dataclass(frozen=True)
@@ -80,12 +76,12 @@ def allreduce_seconds(nbytes: int, ranks: int, link: Link) -> float:
     """
     if ranks == 1:
         return 0.0
-    doublings = math.ceil(math.log2(ranks))
-    negotiation = link.wakeup + _NEGOTIATION_ROUNDS * doublings * link.latency
+    log_ranks = math.ceil(math.log2(ranks))
+    negotiation = link.wakeup + _NEGOTIATION_ROUNDS * log_ranks * link.latency
     crossing = 2 * (ranks - 1) / ranks * nbytes * link.byte
     ring = 2 * (ranks - 1) * link.latency + crossing
-    doubling = doublings * (link.latency + nbytes * link.byte)
-    halving = 2 * doublings * link.latency + _HALVING * crossing
+    doubling = log_ranks * (link.latency + nbytes * link.byte)
+    halving = 2 * log_ranks * link.latency + _HALVING * crossing
     algorithm = rings.allreduce_rule(ranks, nbytes)
     seconds = {rings.RING: ring, rings.RECURSIVE_DOUBLING: doubling}.get(algorithm, min(doubling, halving))
     return negotiation + seconds + nbytes * link.copy
@@ -95,21 +91,16 @@ def alltoall_seconds(nbytes: int, ranks: int, link: Link) -> float:
     """Return the seconds of an alltoall in which each rank sends ``nbytes``, including the part for itself."""
     if ranks == 1:
         return 0.0
-    doublings = math.ceil(math.log2(ranks))
-    negotiation = link.wakeup + _NEGOTIATION_ROUNDS * doublings * link.latency
+    log_ranks = math.ceil(math.log2(ranks))
+    negotiation = link.wakeup + _NEGOTIATION_ROUNDS * log_ranks * link.latency
     pairs = (ranks - 1) * link.latency + (ranks - 1) / ranks * nbytes * link.byte
     # Small parts are relayed (Bruck's algorithm): more bytes in fewer messages.
-    relayed = doublings * (link.latency + nbytes / 2 * link.byte)
+    relayed = log_ranks * (link.latency + nbytes / 2 * link.byte)
     return negotiation + min(pairs, relayed) + nbytes * link.copy
 
 
 def fit_link(exchanges: Sequence[TimedAllreduce], copy: float, cycle: float) -> Link:
-    """Estimate the link from timed allreduces.
-
-    Args:
-        exchanges: some small and some large allreduces, over two or more ranks.
-        copy: seconds to copy one byte.
-        cycle: Horovod's cycle time in seconds.
+    """Estimate the link from timed allreduces, the seconds to copy a byte, and those of Horovod's cycle.
 
     Raises:
         ValueError: small or large allreduces are missing.
@@ -136,9 +127,6 @@ def step_cost(
     """Return the cost of a step of ``measurements`` on ``ranks`` ranks, with the measured number of examples per rank.
 
     Args:
-        measurements: the model, and the time of one rank's computation.
-        ranks: number of ranks.
-        link: communication costs.
         slowdown: factor by which the computation is slower if ranks share cores; >= 1.
         bucket_bytes: minimum size of a bucket.
     """
@@ -160,3 +148,80 @@ def step_cost(
         end = end + seconds
     wait = measurements.spread * slowdown * statistics.NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
     return StepCost(ranks, compute, exchange, compute + exchange - end, wait)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Predicted steps of one model, as a table."""
+
+    measurements: Measurements
+    link: Link
+    steps: tuple[StepCost, ...]  # one for each number of ranks, the first for one rank
+
+    def efficiency(self, ranks: int) -> float:
+        """Return the scaling efficiency: throughput of ``ranks`` ranks over ``ranks`` times that of one; 1 is ideal."""
+        return self.steps[0].total / next(step.total for step in self.steps if step.ranks == ranks)
+
+    def __str__(self) -> str:
+        m = self.measurements
+        link = self.link
+        rows = f", {m.row_bytes / 1e6:.1f} MB of rows" if m.row_exchanges else ""
+        head = [
+            f"{m.model}, {m.batch} examples per rank: {m.gradient_bytes / 1e6:.1f} MB of gradients{rows}; "
+            f"measured on {m.ranks} ranks",
+            f"link: {8e-9 / link.byte:.2f} Gbit/s, {link.latency * 1e6:.0f} us; copies: {1e-9 / link.copy:.1f} GB/s",
+            "",
+        ]
+        steps = [
+            (
+                str(s.ranks),
+                *(f"{1e3 * seconds:.1f}" for seconds in (s.total, s.compute, s.exchange, s.hidden, s.wait)),
+                f"{100 * self.efficiency(s.ranks):.0f} %",
+            )
+            for s in self.steps
+        ]
+        names = ("ranks", "step ms", "compute", "exchange", "hidden", "wait", "efficiency")
+        return "\n".join([*head, *aligned([names, *steps], right=range(len(names)))])
+
+
+def predict_scaling(
+    measurements: Measurements, ranks: Sequence[int], *, bandwidth: float | None = None, latency: float | None = None
+) -> Scaling:
+    """Predict a model's steps on each number of ranks.
+
+    Args:
+        bandwidth: bandwidth in bits per second, if the link is not the measured one.
+        latency: latency in seconds, if the link is not the measured one.
+
+    Raises:
+        ValueError: allreduces between ranks were not measured.
+
+    Example::
+
+        print(predict_scaling(Measurements.load(Path("resnet50.json")), [8, 64, 512, 4096], bandwidth=25e9))
+    """
+    settings = measurements.settings
+    cycle = float(settings.get(CYCLE, 1e3 * CYCLE_SECONDS)) / 1e3
+    link = fit_link(measurements.exchanges, measurements.copy, cycle)
+    link = link if bandwidth is None else replace(link, byte=8 / bandwidth)
+    link = link if latency is None else replace(link, latency=latency)
+    slowdown = max(1.0, measurements.compute_together / measurements.compute_alone)
+    limit = int(settings.get(BUCKET, BUCKET_BYTES))
+    steps = [step_cost(measurements, 1, link, bucket_bytes=limit)]  # a single rank does not share its cores
+    for number in sorted(set(ranks) - {1}):
+        steps.append(step_cost(measurements, number, link, slowdown=slowdown, bucket_bytes=limit))
+    return Scaling(measurements, link, tuple(steps))
+
+
+def doublings(first: int, last: int) -> list[int]:
+    """Return numbers of ranks from ``first`` to ``last``, doubling each time.
+
+    Example:
+        >>> doublings(8, 100)
+        [8, 16, 32, 64, 100]
+    """
+    result = []
+    while first < last:
+        result.append(first)
+        first *= 2
+    return [*result, last]

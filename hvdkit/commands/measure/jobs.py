@@ -23,12 +23,6 @@ def measure_ranks(
 ) -> list[RankMeasurement]:
     """Run a job in which every rank measures what is requested; return the measurements in rank order.
 
-    Args:
-        config: the ranks to start.
-        request: what to measure.
-        variables: environment variables for all ranks.
-        np: number of ranks, if not that of ``config``.
-
     Raises:
         SystemExit: the job has failed with this exit code; its output has the reason.
         HvdkitError: the job has succeeded, but printed no results.

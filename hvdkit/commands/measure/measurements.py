@@ -21,43 +21,25 @@ CYCLE = "HOROVOD_CYCLE_TIME"
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureRequest:
-    """A request to the ranks of a job: what to measure.
+    """A request to the ranks of a job: what to measure."""
 
-    Attributes:
-        model: name of a built-in workload.
-        batch: examples per step on each rank.
-        optimizer: name of the optimizer.
-        steps: steps per measurement.
-        warm_up: warm-up steps; there is one more before each measurement.
-        rounds: measurements per setting; settings alternate.
-        buckets: values of HVDKIT_BUCKET_BYTES with which to time steps; None for that of the environment.
-        profiled: number of steps to run afterwards, for a profile.
-        compute: time steps without communication, and copies.
-        links: time allreduces.
-    """
-
-    model: str
-    batch: int
+    model: str  # name of a built-in workload
+    batch: int  # examples per step on each rank
     optimizer: str
-    steps: int
-    warm_up: int
-    rounds: int
-    buckets: Sequence[int | None] = ()
-    profiled: int = 0
-    compute: bool = False
-    links: bool = False
+    steps: int  # per measurement
+    warm_up: int  # steps; there is one more before each measurement
+    rounds: int  # measurements per setting; settings alternate
+    buckets: Sequence[int | None] = ()  # values of HVDKIT_BUCKET_BYTES to time; None for that of the environment
+    profiled: int = 0  # number of steps to run afterwards, for a profile
+    compute: bool = False  # time steps without communication, and copies
+    links: bool = False  # time allreduces
 
 
 class Gradient(NamedTuple):
-    """The dense gradient of one variable, in the order of the model's variables.
+    """The dense gradient of one variable."""
 
-    Attributes:
-        nbytes: its bytes on the wire.
-        ready: the time at which it is computed, as a fraction of the step's computation, 0 to 1.
-    """
-
-    nbytes: int
-    ready: float
+    nbytes: int  # on the wire
+    ready: float  # the time at which it is computed, as a fraction of the step's computation, 0 to 1
 
 
 class TimedAllreduce(NamedTuple):
@@ -70,34 +52,19 @@ class TimedAllreduce(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RankMeasurement:
-    """The measurement of one rank. What was not requested is empty or 0.
+    """The measurement of one rank. What was not requested is empty or 0."""
 
-    Attributes:
-        local_ranks: number of ranks on this host.
-        threads: compute threads of this rank.
-        device: "GPU" or "CPU".
-        memory: peak memory of the process in bytes.
-        steps: seconds of each step, by bucket in the requested order, then by round.
-        collectives: Horovod ops per step.
-        sent: bytes that this rank passes to them per step.
-        has_rows: whether the model has sharded tables, whose rows are exchanged.
-        gradients: the dense gradients, in the order of variables.
-        compute: seconds of each step without communication.
-        copy: seconds to copy one byte.
-        exchanges: timed allreduces.
-    """
-
-    local_ranks: int
-    threads: int
-    device: str
-    memory: int
-    steps: Sequence[Sequence[Sequence[float]]]
-    collectives: int
-    sent: int
-    has_rows: bool
-    gradients: Sequence[Gradient]
-    compute: Sequence[float]
-    copy: float
+    local_ranks: int  # number of ranks on this host
+    threads: int  # that compute
+    device: str  # "GPU" or "CPU"
+    memory: int  # peak of the process, in bytes
+    steps: Sequence[Sequence[Sequence[float]]]  # seconds of each, by bucket in the requested order, then by round
+    collectives: int  # Horovod ops per step
+    sent: int  # bytes that this rank passes to them per step
+    has_rows: bool  # whether the model has sharded tables, whose rows are exchanged
+    gradients: Sequence[Gradient]  # the dense ones, in the order of variables
+    compute: Sequence[float]  # seconds of each step without communication
+    copy: float  # seconds to copy one byte
     exchanges: Sequence[TimedAllreduce]
 
     @classmethod
@@ -141,38 +108,21 @@ def merge_jobs(jobs: Sequence[Sequence[RankMeasurement]]) -> list[RankMeasuremen
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """The measurements of a model on a cluster.
-
-    Attributes:
-        model: name of the model.
-        batch: examples per step on each rank.
-        ranks: number of ranks in the measurement.
-        local_ranks: number of these ranks on one host.
-        compute_alone: seconds of a step without communication if only one rank runs.
-        compute_together: the same while all ranks compute.
-        spread: standard deviation of a rank's step, seconds.
-        gradients: the dense gradients, in the order of variables.
-        row_bytes: bytes that a rank sends per step to look up and update rows of sharded tables, including to itself.
-        row_exchanges: alltoalls per step.
-        copy: seconds to copy one byte, e.g. into or out of Horovod's buffer.
-        exchanges: timed allreduces.
-        settings: the best environment variables.
-        version: version of hvdkit.
-    """
+    """The measurements of a model on a cluster."""
 
     model: str
-    batch: int
+    batch: int  # examples per step on each rank
     ranks: int
-    local_ranks: int
-    compute_alone: float
-    compute_together: float
-    spread: float
-    gradients: tuple[Gradient, ...]
-    row_bytes: int = 0
-    row_exchanges: int = 0
-    copy: float
+    local_ranks: int  # number of ranks on one host
+    compute_alone: float  # seconds of a step without communication if only one rank runs
+    compute_together: float  # the same while all ranks compute
+    spread: float  # standard deviation of a rank's step, seconds
+    gradients: tuple[Gradient, ...]  # the dense ones, in the order of variables
+    row_bytes: int = 0  # that a rank sends per step to look up and update rows of sharded tables, including to itself
+    row_exchanges: int = 0  # alltoalls per step
+    copy: float  # seconds to copy one byte, e.g. into or out of Horovod's buffer
     exchanges: tuple[TimedAllreduce, ...]
-    settings: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)  # the best environment variables
     version: str = __version__
 
     @property

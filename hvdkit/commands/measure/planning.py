@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from hvdkit.commands.measure.cost import Scaling, doublings, predict_scaling
 from hvdkit.commands.measure.measurements import Measurements
-from hvdkit.commands.measure.scaling import Scaling, doublings, predict_scaling
 from hvdkit.commands.options import UNSET
 from hvdkit.errors import describe
 from hvdkit.sharding.plan import Plan, plan_tables

@@ -81,18 +81,15 @@ def measure_rank(request: MeasureRequest) -> RankMeasurement:
 
 def _time_compute(work: Workload, request: MeasureRequest) -> list[float]:
     """Return the seconds of steps without communication."""
-    steps = request.steps * request.rounds
-    if work.sharded_bytes and hk.size() > 1:  # a step cannot do without the rows of other ranks
-        return measure(_matmul(), itertools.repeat(()), steps, request.warm_up)
-    return measure(train_step(work, optimizer(request.optimizer)), work.batches(), steps, request.warm_up)
-
-
-def _matmul() -> tf.types.experimental.PolymorphicFunction:
-    """Return a step that only computes: its time shows whether other ranks compete for this rank's cores."""
     import tensorflow as tf
 
-    left = tf.Variable(tf.random.normal([1024, 1024]))
-    return tf.function(lambda: tf.reduce_sum(tf.matmul(left, left)))
+    steps = request.steps * request.rounds
+    if work.sharded_bytes and hk.size() > 1:
+        # A step cannot do without the rows of other ranks. The time of a product shows whether ranks compete for cores.
+        left = tf.Variable(tf.random.normal([1024, 1024]))
+        product = tf.function(lambda: tf.reduce_sum(tf.matmul(left, left)))
+        return measure(product, itertools.repeat(()), steps, request.warm_up)
+    return measure(train_step(work, optimizer(request.optimizer)), work.batches(), steps, request.warm_up)
 
 
 def _time_steps(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -50,17 +51,11 @@ ZIPF = 1.2
 
 @dataclass(frozen=True)
 class Workload:
-    """The computation of a training step.
+    """The computation of a training step."""
 
-    Attributes:
-        model: the built model, with the same initial values on every rank.
-        loss: a function from a batch's inputs and labels to the mean loss over its examples, a scalar tensor.
-        data: some different batches of this rank, ``(inputs, labels)``.
-    """
-
-    model: keras.Model
-    loss: Callable[[Inputs, tf.Tensor], tf.Tensor]
-    data: tuple[tuple[Inputs, tf.Tensor], ...]
+    model: keras.Model  # built, with the same initial values on every rank
+    loss: Callable[[Inputs, tf.Tensor], tf.Tensor]  # from a batch's inputs and labels to the mean, a scalar
+    data: tuple[tuple[Inputs, tf.Tensor], ...]  # some different batches of this rank
 
     def batches(self) -> Iterator[tuple[Inputs, tf.Tensor]]:
         """Yield this rank's batches, repeated endlessly."""
@@ -281,11 +276,9 @@ def _recommender(batch: int, rng: np.random.Generator) -> Workload:
 
 
 def _bytes(variable: keras.Variable) -> int:
-    import numpy as np
     import tensorflow as tf
 
-    item: int = tf.as_dtype(variable.dtype).size
-    return int(np.prod(variable.shape)) * item
+    return int(math.prod(variable.shape) * tf.as_dtype(variable.dtype).size)
 
 
 _BUILDERS: dict[str, Callable[[int, np.random.Generator], Workload]] = {

@@ -17,19 +17,12 @@ from hvdkit.machine.terminal import aligned
 
 _HERE = Path(__file__).parent
 Cluster = Literal["local", "ssh", "slurm", "kubernetes", "kubeflow"]
-# What each cluster adds: the files to copy, and where a job runs.
-_LAUNCH_FILES: Mapping[Cluster, tuple[str, ...]] = {
-    "local": (),
-    "ssh": ("hosts.sh",),
-    "slurm": ("slurm.sbatch",),
-    "kubernetes": ("kubernetes.yaml",),
-    "kubeflow": ("kubeflow-trainjob.yaml",),
-}
-_PLACES = {
-    "ssh": "on the hosts in the file `hosts`",
-    "slurm": "under Slurm",
-    "kubernetes": "on Kubernetes",
-    "kubeflow": "with Kubeflow Trainer",
+# The file that each cluster adds from launch/, and where a job runs.
+_CLUSTERS = {
+    "ssh": ("hosts.sh", "on the hosts in the file `hosts`"),
+    "slurm": ("slurm.sbatch", "under Slurm"),
+    "kubernetes": ("kubernetes.yaml", "on Kubernetes"),
+    "kubeflow": ("kubeflow-trainjob.yaml", "with Kubeflow Trainer"),
 }
 
 
@@ -72,7 +65,7 @@ def new(config: New) -> str:
 def project(config: New) -> dict[str, str]:
     """Return the project's files, by their paths in its folder."""
     source = _HERE / "project"
-    cluster = _HERE / "project" / config.cluster
+    cluster = source / config.cluster
     name = config.path.resolve().name or "project"
     files = {
         "train.py": (source / config.form / "train.py").read_text(),
@@ -83,7 +76,8 @@ def project(config: New) -> dict[str, str]:
     }
     if config.cluster == "ssh":
         files["hosts"] = (cluster / "hosts").read_text()
-    for launch_file in _LAUNCH_FILES[config.cluster]:
+    if config.cluster != "local":
+        launch_file, _ = _CLUSTERS[config.cluster]
         text = (_HERE / "launch" / launch_file).read_text()
         files[f"launch/{launch_file}"] = text.replace("models/train.py cifar10", "train.py")
     return files
@@ -124,6 +118,7 @@ def _steps(config: New) -> list[str]:
         ("hvdkit checkpoint inspect runs/digits", ""),
     ]
     if config.cluster != "local":
-        steps.append(("make submit", f"the same {_PLACES[config.cluster]}; see README.md"))
+        _, where = _CLUSTERS[config.cluster]
+        steps.append(("make submit", f"the same {where}; see README.md"))
     lines = aligned([(command, note and f"# {note}") for command, note in steps])
     return lines if config.path.resolve() == Path.cwd() else [f"cd {shlex.quote(str(config.path))}", *lines]

@@ -22,15 +22,14 @@ with ``command.py``; ``attempt.py`` is the main loop. The modules:
 
 ``hk.run`` starts a function instead of a program:
 
-    run_function.py       in the caller's process: pickles the function, forwards the output, returns the results
-    function_process.py   entry point of the two kinds of processes that follow
-    function_launcher.py  in a child process: starts the job as ``hvdkit run`` does
+    run_function.py       pickles the function, forwards the output, returns the results; its child process, the
+                          launcher, starts the job as ``hvdkit run`` does
+    function_process.py   entry point of the launcher, of the ranks and of the engine of ``hk.ray.run``
     function_transfer.py  transfers the function to the ranks, and their outcomes back
     function_rank.py      the program of each rank: calls the function
 
 ``hk.ray.run`` calls it in the actors of a Ray cluster:
 
-    ray_cluster.py        in the caller's process: connects to the cluster, reserves resources
-    ray_job.py            a job in the reserved part of a cluster
+    ray_job.py            reserves resources in the caller's process; a job in the reserved part of a cluster
     ray_engine.py         the engine: starts a sentinel in each actor
 """

@@ -26,6 +26,10 @@ class _Line:
     until: float
     ranks: list[int] = field(default_factory=list)
 
+    @property
+    def tagged(self) -> bytes:
+        return self.text if _TAG.match(self.text) else tag(self.ranks).encode() + b" " + self.text
+
 
 class AlikeLines:
     """Joins lines that ranks write alike, apart from colors. The lines of each rank keep their order.
@@ -90,7 +94,7 @@ class AlikeLines:
         taken = self._waiting[:number]
         del self._waiting[:number]
         self._bytes = sum(len(line.text) for line in self._waiting)
-        return [(line.channel, _tagged(line)) for line in taken]
+        return [(line.channel, line.tagged) for line in taken]
 
     def _number_due(self, now: float) -> int:
         """Return the number of lines up to the last one that has waited long enough, and of complete ones after it."""
@@ -99,7 +103,3 @@ class AlikeLines:
             if now >= line.until or (index == number + 1 and self._running <= set(line.ranks)):
                 number = index
         return number
-
-
-def _tagged(line: _Line) -> bytes:
-    return line.text if _TAG.match(line.text) else tag(line.ranks).encode() + b" " + line.text

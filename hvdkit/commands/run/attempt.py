@@ -21,7 +21,6 @@ from hvdkit.commands.run.secret import PrivateFile
 from hvdkit.errors import ClusterError
 from hvdkit.machine import processes
 from hvdkit.machine.launcher import ALONE, launched_rank
-from hvdkit.machine.processes import allow_files
 from hvdkit.watchdog import sentinel
 from hvdkit.watchdog.admission import listen
 from hvdkit.watchdog.channel import Offer, Output
@@ -125,7 +124,8 @@ class Attempt:
             ValueError: the engine cannot be started.
             ClusterError: this host cannot listen, or another host cannot write the file with the job's token.
         """
-        allow_files(3 * self._size)  # for each rank a connection, a log, and a transfer of a function or its outcome
+        # For each rank a connection, a log, and a transfer of a function or its outcome.
+        processes.allow_files(3 * self._size)
         offer = self._open_coordinator()
         file = None
         processes.adopt_orphans()

@@ -11,9 +11,14 @@ from dataclasses import replace
 from hvdkit.commands.options import output_errors
 from hvdkit.commands.run import restarts
 from hvdkit.commands.run.config import RunConfig
+from hvdkit.commands.run.engines import engine_environment
+from hvdkit.commands.run.host_probe import temporary_problem
+from hvdkit.commands.run.hosts import place_ranks
 from hvdkit.commands.run.job import Job, prepare, with_interpreter
+from hvdkit.commands.run.kubernetes import kubernetes
 from hvdkit.commands.run.output import OutputWriter
 from hvdkit.commands.run.preflight import raise_problems
+from hvdkit.errors import ClusterError
 from hvdkit.watchdog.job_metrics import JobMetrics
 from hvdkit.watchdog.metrics_server import MetricsServer, url_of
 from hvdkit.watchdog.otel_export import exports_metrics, start_export
@@ -27,22 +32,18 @@ def run(config: RunConfig, program: Sequence[str]) -> int | str:
     """Start ``program`` on all ranks and wait for its end, with as many restarts as ``config`` allows.
 
     Returns:
-        The exit code: 0 if every rank of the last attempt ended with 0, otherwise that of the first rank that failed,
-        128 + n for signal n; 75 if the ranks saved after SIGTERM; 130 after Ctrl-C. With ``dry_run``, the command that
-        would run.
+        The exit code of the last attempt, see :class:`RunConfig`. With ``dry_run``, the command that would run.
 
     Raises:
         ValueError: an option, a host or the program is invalid; nothing has been started.
         ClusterError: a host fails the check, an engine is missing, or a disk is full; nothing has been started.
     """
     if config.k8s:
-        from hvdkit.commands.run.kubernetes import kubernetes
-
         return kubernetes(config, with_interpreter(program, "python"))
     program = with_interpreter(program)
     job = prepare(config, program)
     if config.dry_run:
-        hosts = job.first_hosts()
+        hosts = place_ranks(job.hosts, config.np)
         network, answers = job.network(hosts)
         raise_problems(answers)
         return str(job.command_line(hosts, plain(program), network.interface))
@@ -57,7 +58,9 @@ def start(job: Job, program: Sequence[str]) -> Verdict:
         ClusterError: a host fails the check, or a disk is full; nothing has been started.
     """
     config = job.config
-    job.check_temporary_files()
+    problem = temporary_problem(engine_environment(job.environment, job.names), job.temporary_bytes)
+    if problem is not None:
+        raise ClusterError(problem)
     if config.logs is not None:
         with output_errors("--logs", config.logs, "folder"):
             config.logs.mkdir(parents=True, exist_ok=True)

@@ -23,20 +23,9 @@ DEFAULT_PREFIXES = (
 # Variables that the engine needs on this host; not sent to other hosts.
 ENGINE_NAMES = ("HOME", "USER", "LOGNAME", "SHELL", "TERM", "SSH_AUTH_SOCK", "KRB5CCNAME", "XDG_RUNTIME_DIR")
 ENGINE_PREFIXES = (
-    "OMPI_",
-    "PRTE_",
-    "PMIX_MCA_",
-    "OPAL_",
-    "HYDRA_",
-    "I_MPI_",
-    "MPICH_",
-    "SLURM_",
-    "PBS_",
-    "KUBERNETES_",
-    "RAY_AUTH",
-    "RAY_TLS",
-    "RAY_USE_TLS",
-)
+    "OMPI_", "PRTE_", "PMIX_MCA_", "OPAL_", "HYDRA_", "I_MPI_", "MPICH_", "SLURM_", "PBS_", "KUBERNETES_",
+    "RAY_AUTH", "RAY_TLS", "RAY_USE_TLS",
+)  # fmt: skip
 
 
 def function_process(kind: str, *arguments: str) -> tuple[str, ...]:
@@ -265,9 +254,7 @@ def _interface_name(spec: LaunchSpec, engine: str) -> str | None:
 def select_variables(environment: Mapping[str, str], named: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names of the variables to pass to ranks: those that configure training, and ``named``.
 
-    Args:
-        environment: environment of this process.
-        named: names from --env. Variables whose names look like secrets are passed on only if named here.
+    Variables whose names look like secrets are passed on only if they are in ``named``, the names from --env.
 
     Raises:
         ValueError: a variable of ``named`` is not set.

@@ -22,7 +22,7 @@ def main() -> None:
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(path))))  # noqa: PTH120
     if kind == "launcher":
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it silently until it starts the job
-        from hvdkit.commands.run.function_launcher import launch
+        from hvdkit.commands.run.run_function import launch
 
         launch(*arguments)
     elif kind == "ray":

@@ -39,11 +39,7 @@ def call_function() -> None:
 
 
 def returned_parts(pickled: bytes, rank: int) -> tuple[bytes, bytes]:
-    """Call a pickled function, and return its pickled outcome.
-
-    Raises:
-        TypeError: what the function returned cannot be pickled.
-    """
+    """Call a pickled function, and return its pickled outcome. Raises TypeError if it cannot be pickled."""
     function: Callable[..., object]
     function, args, kwargs = pickle.loads(pickled)
     restore_main(function)

@@ -29,9 +29,10 @@ from hvdkit.watchdog.settings import HEARTBEAT, seconds
 
 FUNCTION_VARIABLE = "HVDKIT_FUNCTION"
 """Variable of a rank with the offer of the process that has the function."""
+# File with the pickled FunctionCall, in the folder of the outcomes.
+CALL = "call"
 _FETCH = b"f"
 _DELIVER = b"d"
-_STORED = b""
 _LENGTH = struct.Struct("!Q")
 _CHUNK_BYTES = 1 << 20
 # Seconds after which the server looks whether it is to close.
@@ -78,29 +79,20 @@ def outcome_file(folder: Path, rank: int) -> Path:
 
 
 class FunctionServer:
-    """Serves the function to the ranks of a job, and stores their outcomes. It runs in a thread.
-
-    Args:
-        call: file with the pickled :class:`FunctionCall`.
-        folder: folder for the outcomes.
+    """Serves the function in the folder of a job to its ranks, and stores their outcomes there. It runs in a thread.
 
     Attributes:
         variables: the environment variables with which ranks find it.
     """
 
-    def __init__(self, call: Path, folder: Path) -> None:
-        self._call = call
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._closing = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self._thread: threading.Thread | None = None
         self.variables: dict[str, str] = {}
 
     def open(self, addresses: Sequence[str], size: int) -> None:
-        """Listen at ``addresses`` for ``size`` ranks. Outcomes of an earlier attempt are removed.
-
-        Raises:
-            OSError: listening failed.
-        """
+        """Remove outcomes of an earlier attempt, and listen at ``addresses``; raise OSError if that fails."""
         for rank in range(size):
             outcome_file(self._folder, rank).unlink(missing_ok=True)
         listeners = listen(addresses)
@@ -109,14 +101,14 @@ class FunctionServer:
         selector = selectors.DefaultSelector()
         server = Server(selector, listeners, offer.token, 2 * size)
         self._closing.clear()
-        self._threads = [threading.Thread(target=self._serve, args=(server, selector, size), daemon=True)]
-        self._threads[0].start()
+        self._thread = threading.Thread(target=self._serve, args=(server, selector, size), daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Stop listening."""
         self._closing.set()
-        for thread in self._threads:
-            thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def _serve(self, server: Server, selector: selectors.BaseSelector, size: int) -> None:
         while not self._closing.is_set():
@@ -151,14 +143,14 @@ class FunctionServer:
         with suppress(OSError), connected, connected.makefile("rwb") as stream:  # a rank may end at any time
             request = stream.read(1)
             if request == _FETCH:
-                with self._call.open("rb") as call:
-                    stream.write(_LENGTH.pack(self._call.stat().st_size))
+                with (self._folder / CALL).open("rb") as call:
+                    stream.write(_LENGTH.pack(os.fstat(call.fileno()).st_size))
                     shutil.copyfileobj(call, stream, _CHUNK_BYTES)
             elif request == _DELIVER:
                 stream.write(self._store(stream, rank))
 
     def _store(self, stream: BufferedRWPair, rank: int) -> bytes:
-        """Store an outcome; return why it could not be stored, or :data:`_STORED`."""
+        """Store an outcome; return why it could not be stored, or nothing."""
         (length,) = _LENGTH.unpack(_read(stream, _LENGTH.size))
         path = outcome_file(self._folder, rank)
         part = path.with_suffix(".part")
@@ -176,15 +168,11 @@ class FunctionServer:
             while length:  # the rank reads the answer after it has sent everything
                 length -= len(_read(stream, min(length, _CHUNK_BYTES)))
             return f"{self._folder} on {socket.gethostname()}: {error.strerror}".encode()
-        return _STORED
+        return b""
 
 
 def fetch(launched: LaunchedRank) -> bytes:
-    """Return the pickled :class:`FunctionCall` of this rank.
-
-    Raises:
-        OSError: the process that started the job cannot be reached.
-    """
+    """Return the pickled :class:`FunctionCall` of this rank."""
     with _connected(launched) as stream:
         stream.write(_FETCH)
         stream.flush()

@@ -50,12 +50,12 @@ def temporary_problem(variables: Mapping[str, str], needed: int) -> str | None:
     Open MPI fails after a minute, with messages of PMIx that do not name the folder. It creates the folder if it does
     not exist.
     """
+    if needed == 0:
+        return None
     names = ("OMPI_MCA_orte_tmpdir_base", "PRTE_MCA_prte_tmpdir_base", "TMPDIR")
     name = next((one for one in names if variables.get(one)), "TMPDIR")
     chosen = Path(variables.get(name) or "/tmp").absolute()
     folder = next(one for one in (chosen, *chosen.parents) if os.access(one, os.F_OK))
-    if needed == 0:
-        return None
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, needed)

@@ -14,19 +14,11 @@ from pathlib import Path
 
 from hvdkit.commands.run.config import RunConfig
 from hvdkit.commands.run.engine_choice import EngineFacts, choose
-from hvdkit.commands.run.engines import (
-    CommandLine,
-    Engine,
-    LaunchSpec,
-    command_line,
-    engine_environment,
-    select_variables,
-)
+from hvdkit.commands.run.engines import CommandLine, Engine, LaunchSpec, command_line, select_variables
 from hvdkit.commands.run.function_transfer import FunctionServer
-from hvdkit.commands.run.host_probe import temporary_problem
 from hvdkit.commands.run.hosts import Host, parse_hosts, place_ranks, read_hostfile, slots_of, slurm_hosts
 from hvdkit.commands.run.preflight import THIS_HOST, Answer, Network, Remote, check, network, srun_command, ssh_command
-from hvdkit.errors import ClusterError, counted, describe
+from hvdkit.errors import counted, describe
 from hvdkit.machine.cores import available_cores
 from hvdkit.machine.environment import outside_a_job
 from hvdkit.machine.gpus import gpu_device_files
@@ -47,9 +39,7 @@ class Job:
     """A job that is ready to start.
 
     Attributes:
-        config: the options.
         hosts: all hosts, with their slots.
-        engine: starts the ranks.
         names: environment variables to pass to ranks.
         environment: environment of this process, without variables of a job that it may belong to.
         function: serves the function of ``hk.run`` to the ranks, or None.
@@ -74,10 +64,6 @@ class Job:
         """True if sentinels send the variables of --env: horovodrun would put their values on a command line."""
         return self.engine.name in ("gloo", "ray")
 
-    def first_hosts(self) -> tuple[Host, ...]:
-        """Return the hosts of the first attempt, with the number of ranks on each as slots."""
-        return place_ranks(self.hosts, self.config.np)
-
     def start_line(self, hosts: tuple[Host, ...]) -> str:
         """Return what is about to start: how many ranks, by which launcher, on which hosts."""
         ranks = slots_of(hosts)
@@ -99,17 +85,6 @@ class Job:
             is_open_mpi = self.engine.mpi is None or self.engine.mpi.vendor == "Open MPI"
             return _OPEN_MPI_BYTES if is_open_mpi else _OFFER_BYTES
         return _OFFER_BYTES if self.engine.name == "gloo" else 0
-
-    def check_temporary_files(self) -> None:
-        """Check that the engine can write its temporary files on this host.
-
-        Raises:
-            ClusterError: it cannot; with the folder and the remedy.
-        """
-        needed = self.temporary_bytes
-        variables = engine_environment(self.environment, self.names)
-        if needed and (problem := temporary_problem(variables, needed)) is not None:
-            raise ClusterError(problem)
 
     def command_line(
         self, hosts: tuple[Host, ...], command: Sequence[str], interface: str | None, *names: str
@@ -190,12 +165,7 @@ def with_huge_pages(tunables: str) -> str:
 
 
 def prepare(config: RunConfig, program: Sequence[str], variables: Mapping[str, str] | None = None) -> Job:
-    """Find hosts and engine, and check the options and the program.
-
-    Args:
-        config: the options.
-        program: the command that every rank runs.
-        variables: environment variables for all ranks, in addition to those of this process.
+    """Find hosts and engine, and check the options and the program; ``variables`` are additional ones for all ranks.
 
     Raises:
         ValueError: an option, a host or the program is invalid.
@@ -230,28 +200,26 @@ def _check_program(program: Sequence[str], config: RunConfig) -> None:
     if not program:
         remedy = "write: hvdkit run -np 4 -- python train.py"
         raise ValueError(describe("program", "none", "a command after --", remedy))
-    is_here = config.hosts is None and config.hostfile is None and not config.slurm and not config.dry_run
-    if shutil.which(program[0]) is None:
-        raise ValueError(_not_a_command(program, config, is_here=is_here))
-    if is_here and Path(program[0]).name.startswith("python") and len(program) > 1:
-        script = Path(program[1])
-        if script.suffix == ".py" and not script.exists():  # otherwise every rank would report it
-            got = f"{script} (no such file in {Path.cwd()})"
-            raise ValueError(describe("program", got, "a script", "check its path"))
-
-
-def _not_a_command(program: Sequence[str], config: RunConfig, *, is_here: bool) -> str:
-    """Return the message about a program that cannot be run."""
     name = program[0]
+    is_here = config.hosts is None and config.hostfile is None and not config.slurm and not config.dry_run
+    if shutil.which(name) is not None:
+        if is_here and Path(name).name.startswith("python") and len(program) > 1:
+            script = Path(program[1])
+            if script.suffix == ".py" and not script.exists():  # otherwise every rank would report it
+                got = f"{script} (no such file in {Path.cwd()})"
+                raise ValueError(describe("program", got, "a script", "check its path"))
+        return
+    got = name
     expected = "a command that can be run here"
-    if not name.endswith(".py"):
-        return describe("program", name, expected, "check its name, or activate its environment")
-    remedy = f"write: {_command_for_script(program, config)}"
-    if is_here and not Path(name).exists():
-        return describe("program", name, expected, f"check its path, as {Path.cwd()} has no such file, and {remedy}")
-    if {"-np", "--np"} & set(program):
-        return describe("program", shlex.join(program), "options before the program", remedy)
-    return describe("program", name, expected, remedy)
+    remedy = "check its name, or activate its environment"
+    if name.endswith(".py"):
+        remedy = f"write: {_command_for_script(program, config)}"
+        if is_here and not Path(name).exists():
+            remedy = f"check its path, as {Path.cwd()} has no such file, and {remedy}"
+        elif {"-np", "--np"} & set(program):
+            got = shlex.join(program)
+            expected = "options before the program"
+    raise ValueError(describe("program", got, expected, remedy))
 
 
 def _command_for_script(program: Sequence[str], config: RunConfig) -> str:

@@ -94,11 +94,7 @@ def manifest(config: RunConfig, program: Sequence[str]) -> str:
 
 
 def kubernetes(config: RunConfig, program: Sequence[str]) -> int | str:
-    """Return the manifest for a dry run; otherwise pass it to ``kubectl create``, and return its exit code.
-
-    Raises:
-        ClusterError: kubectl is not installed.
-    """
+    """Return the manifest for a dry run; otherwise pass it to ``kubectl create``, and return its exit code."""
     text = manifest(config, program)
     if config.dry_run:
         return text.rstrip("\n")

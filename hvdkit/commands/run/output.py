@@ -90,9 +90,7 @@ class OutputWriter:
         """Add output of ``rank``, and write the lines that it completes.
 
         Args:
-            rank: the rank.
             channel: 1 or 2, standard output or error.
-            data: any number of bytes.
             is_starting: it has not called ``hk.init()``: what ranks write alike to standard error is shown once, as
                 nothing else joins the tracebacks of errors in every rank. TensorFlow's startup messages, which come if
                 a program imports it before hvdkit, are only in the logs, unless ``TF_CPP_MIN_LOG_LEVEL`` is 0.
@@ -118,7 +116,7 @@ class OutputWriter:
             bar = visible(rest)
             if bar and is_rewritten:  # not part of a line, of which Python writes those of a SyntaxError
                 self._lines.hurry(rank)
-                self._write_lines(time.monotonic())
+                self.tick(time.monotonic())
             self._show(b"[rank 0] " + bar if bar else b"")
 
     def interrupt(self, rank: int) -> None:
@@ -140,13 +138,13 @@ class OutputWriter:
         now = time.monotonic()
         for line in lines:
             if self._lines.is_full:  # each line is compared with those that wait
-                self._write_lines(now)
+                self.tick(now)
             self._lines.add(rank, channel, visible(line), now, seconds=seconds)
         was_bar = False
         if rank == 0 and channel in self._terminals:  # the bar has become one of the lines
             self._show(b"")
             was_bar = any(b"\r" in line.rstrip(b"\r") for line in lines)
-        self._write_lines(now, everything=was_bar)  # what was shown as a bar stays visible
+        self.tick(now, everything=was_bar)  # what was shown as a bar stays visible
 
     def begin(self, size: int) -> None:
         """Expect output of this many ranks."""
@@ -163,22 +161,19 @@ class OutputWriter:
             fitting = [form for form in forms if len(form) <= self._columns]
             self._show((fitting or list(forms[-1:]) or [""])[0].encode())
 
-    def tick(self, now: float) -> None:
-        """Write the lines that have waited long enough for other ranks to write the same."""
-        self._write_lines(now)
-
     def end(self) -> None:
         """Write all lines that wait, and show no progress any more."""
         self._show(b"")
-        self._write_lines(time.monotonic(), everything=True)
+        self.tick(time.monotonic(), everything=True)
 
-    def _write_lines(self, now: float, *, everything: bool = False) -> None:
+    def tick(self, now: float, *, everything: bool = False) -> None:
+        """Write the lines that have waited long enough for other ranks to write the same, or all that wait."""
         for channel, lines in groupby(self._lines.take(now, everything=everything), key=itemgetter(0)):
             self._write_above_bar(channel, b"".join(line + b"\n" for _, line in lines))
 
     def write(self, channel: int, data: bytes) -> None:
         """Write lines unchanged, after those that wait, with one call, above the progress bar."""
-        self._write_lines(time.monotonic(), everything=True)
+        self.tick(time.monotonic(), everything=True)
         self._write_above_bar(channel, data)
 
     def select(self, data: bytes) -> bytes:
@@ -216,7 +211,7 @@ class OutputWriter:
         if held and not held[-1].startswith(b"KeyboardInterrupt"):
             self._add(rank, 2, held, seconds=WAIT_SECONDS)
         self._lines.ended(rank)
-        self._write_lines(time.monotonic())
+        self.tick(time.monotonic())
         if rank in self._open_logs:
             self._open_logs.pop(rank).close()
 

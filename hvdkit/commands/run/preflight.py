@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from hvdkit.commands.run import host_probe
@@ -41,7 +42,6 @@ class Answer:
     """The result of the check on a host.
 
     Attributes:
-        host: the host's name.
         problem: why the job cannot run there, and the remedy; or None.
         addresses: the IPv4 addresses and netmasks of its interfaces, by interface name.
         client: this host's address in the connection to it.
@@ -101,15 +101,17 @@ def run_on(
     def run(host: str) -> tuple[str, str | None]:
         argv = remote(host, command)
         try:
-            done = subprocess.run(argv, input=text.encode(), capture_output=True, timeout=timeout, check=False)
+            done = subprocess.run(
+                argv, input=text, capture_output=True, encoding="utf-8", errors="replace", timeout=timeout, check=False
+            )
         except subprocess.TimeoutExpired:
             return "", f"it does not answer within {timeout:g} s; is it up, and does its file system respond?"
         except FileNotFoundError:
             return "", f"there is no {argv[0]} here; install it (ssh: an OpenSSH client)"
-        output, errors = (data.decode(errors="replace") for data in (done.stdout, done.stderr))
-        return output, explain_failure(host, done.returncode, errors, argv[0]) if done.returncode else None
+        problem = explain_failure(host, done.returncode, done.stderr, argv[0]) if done.returncode else None
+        return done.stdout, problem
 
-    with ThreadPoolExecutor(min(_MOST_THREADS, max(1, len(hosts)))) as pool:
+    with ThreadPoolExecutor(_MOST_THREADS) as pool:
         return list(pool.map(run, hosts))
 
 
@@ -168,11 +170,7 @@ def differences(remote: Mapping[str, str | None], local: Mapping[str, str | None
 
 
 def raise_problems(answers: Sequence[Answer]) -> None:
-    """Raise if any host has a problem.
-
-    Raises:
-        ClusterError: with each host, its problem, and the remedy.
-    """
+    """Raise ClusterError, with each host, its problem and the remedy, if any host has a problem."""
     if problems := [f"host {answer.host}: {answer.problem}" for answer in answers if answer.problem]:
         raise ClusterError("\n".join(problems))
 
@@ -233,12 +231,11 @@ def _subnet(answers: Sequence[Answer], names: set[str]) -> str:
     """Return the subnet that contains the addresses of all hosts."""
     addresses = [ipaddress.ip_address(one) for answer in answers for one in (answer.client, answer.server)]
     for answer in answers:
-        masks = [
-            mask for found in answer.addresses.values() for address, mask in found if address == answer.server and mask
-        ]
-        for subnet in (ipaddress.ip_network(f"{answer.server}/{mask}", strict=False) for mask in masks):
-            if all(address in subnet for address in addresses):
-                return str(subnet)
+        for address, mask in chain.from_iterable(answer.addresses.values()):
+            if address == answer.server and mask:
+                subnet = ipaddress.ip_network(f"{address}/{mask}", strict=False)
+                if all(one in subnet for one in addresses):
+                    return str(subnet)
     raise ClusterError(
         describe("--interface", " and ".join(sorted(names)), "one network that all hosts are in", "pass --interface")
     )

@@ -11,7 +11,6 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from hvdkit.commands.run.ray_job import RayLaunch
@@ -36,13 +35,10 @@ class RankActor:
 
     def run(self, command: Sequence[str], variables: Mapping[str, str], folder: str) -> int:
         """Run a rank's sentinel to its end; return its exit code."""
-        import ctypes
         import os
-        import signal
         import subprocess
 
-        def end_with_actor() -> None:
-            ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
+        from hvdkit.machine.processes import signal_at_parent_end
 
         return subprocess.run(
             command,
@@ -50,7 +46,7 @@ class RankActor:
             cwd=folder if os.path.isdir(folder) else None,  # noqa: PTH112
             stdin=subprocess.DEVNULL,
             check=False,
-            preexec_fn=end_with_actor,
+            preexec_fn=signal_at_parent_end,
         ).returncode
 
 
@@ -63,7 +59,7 @@ def run_engine(text: str) -> NoReturn:
     reports = os.fdopen(os.dup(1), "w")  # standard output is for reports about ranks alone: Ray writes to it, too
     os.dup2(2, 1)
     ray.init(address=reservation.address, namespace=reservation.namespace, log_to_driver=False, logging_level="ERROR")
-    signal.signal(signal.SIGTERM, _exit)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     actors = _actors(launch)
     try:
         sys.exit(_run_ranks(launch, actors, reports))
@@ -71,10 +67,6 @@ def run_engine(text: str) -> NoReturn:
         for actor in actors:
             ray.kill(actor)
         ray.shutdown()
-
-
-def _exit(number: int, frame: FrameType | None) -> NoReturn:
-    sys.exit(128 + number)
 
 
 def _actors(launch: RayLaunch) -> list[ActorHandle]:

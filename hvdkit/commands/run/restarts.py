@@ -42,9 +42,9 @@ class HostPool:
     left_out: set[str] = field(default_factory=set)
     _last: str | None = None
 
-    def failed(self, name: str | None) -> None:
-        """Record the host on which the attempt failed first."""
-        if name is not None and name == self._last:
+    def failed(self, name: str) -> None:
+        """Record the host on which the attempt failed first, "" if unknown."""
+        if name == self._last:
             self.left_out.add(name)
         self._last = name
 
@@ -96,7 +96,7 @@ def run(job: Job, program: Sequence[str], output: OutputWriter) -> Verdict:
 
 def _attempts(job: Job, program: Sequence[str], output: OutputWriter, signals: Signals) -> Verdict:
     config = job.config
-    hosts = job.first_hosts()
+    hosts = place_ranks(job.hosts, config.np)
     network, answers = job.network(hosts)
     if (stopped := signals.wait(0)) is not None:  # Ctrl-C also ends ssh, which is not the hosts' fault
         return _stopped(stopped)

@@ -1,4 +1,7 @@
-"""``hk.run``: calls a function on several ranks, from a notebook or a program, and returns their results."""
+"""``hk.run``: calls a function on several ranks, from a notebook or a program, and returns their results.
+
+A child process, the launcher, starts the job: it has neither the threads nor the children of the caller.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +16,37 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, TypeVar, cast
 
 import cloudpickle
 
-from hvdkit.commands.run import function_launcher
+from hvdkit.commands.run.command import start
 from hvdkit.commands.run.config import EngineKind, RunConfig
 from hvdkit.commands.run.engines import function_process
-from hvdkit.commands.run.function_transfer import FUNCTION_VARIABLE, FunctionCall, FunctionOutcome, outcome_file
+from hvdkit.commands.run.function_transfer import (
+    CALL,
+    FUNCTION_VARIABLE,
+    FunctionCall,
+    FunctionOutcome,
+    FunctionServer,
+    outcome_file,
+)
+from hvdkit.commands.run.job import prepare
 from hvdkit.commands.run.output import Shown
-from hvdkit.commands.run.ray_job import RayReservation
+from hvdkit.commands.run.ray_job import RayReservation, on_ray
 from hvdkit.errors import ClusterError, HvdkitError, describe, integer, printable
+from hvdkit.machine import processes
 from hvdkit.machine.launcher import launched_rank
 from hvdkit.machine.terminal import on_terminal
 from hvdkit.watchdog.verdict import Verdict
 
 _Result = TypeVar("_Result")
-# Characters of a traceback that are not escaped.
-_KEPT = "\n\t"
+# Files in the folder of a job, next to those of function_transfer.py: its options, and how it ended.
+_CONFIG = "config"
+_VERDICT = "verdict"
 
 
 def run(
@@ -109,7 +123,11 @@ def function_call(caller: str, function: object, args: object, kwargs: object) -
         TypeError: an argument has the wrong type, or cannot be pickled.
         ClusterError: this process is a rank of a job.
     """
-    _check_outside_a_job(caller)
+    launched = launched_rank()
+    if launched.size > 1 or FUNCTION_VARIABLE in os.environ:
+        got = f"a call on rank {launched.rank} of {launched.size}"
+        expected = "a call outside of a job, because it starts one"
+        raise ClusterError(describe(caller, got, expected, "start this program without a launcher, or remove the call"))
     if not callable(function):
         raise TypeError(describe("function", function, "a function", f"pass it without calling it: {caller}(train)"))
     if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
@@ -125,19 +143,14 @@ def call_on_ranks(
 ) -> list[object]:
     """Start ranks that make a call, and return what it returned on each. For the errors, see :func:`run`.
 
-    Args:
-        caller: its name in messages.
-        call: what the ranks call.
-        config: the options of the job.
-        reservation: the part of a Ray cluster that runs the ranks; None: they are started as by ``hvdkit run``.
+    A part of a Ray cluster runs them; without a ``reservation``, they are started as by ``hvdkit run``.
     """
     folder = Path(tempfile.mkdtemp(prefix="hvdkit-function-"))  # only this user may read it
     try:
-        with (folder / function_launcher.CALL).open("wb") as file:
+        with (folder / CALL).open("wb") as file:
             pickle.dump(call, file)
-        (folder / function_launcher.CONFIG).write_bytes(pickle.dumps((config, reservation)))
-        code = _launch(folder)
-        _raise_failure(caller, folder, code)
+        (folder / _CONFIG).write_bytes(pickle.dumps((config, reservation)))
+        _raise_failure(caller, folder, _run_launcher(folder))
         return [_result(caller, folder, rank) for rank in range(config.np or 0)]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -148,15 +161,8 @@ class RemoteTraceback(Exception):
 
     def __str__(self) -> str:
         rank, outcome = self.args
-        return f'on rank {rank} ({outcome.host}):\n"""\n{printable(outcome.traceback, keep=_KEPT)}\n"""'
-
-
-def _check_outside_a_job(caller: str) -> None:
-    launched = launched_rank()
-    if launched.size > 1 or FUNCTION_VARIABLE in os.environ:
-        got = f"a call on rank {launched.rank} of {launched.size}"
-        expected = "a call outside of a job, because it starts one"
-        raise ClusterError(describe(caller, got, expected, "start this program without a launcher, or remove the call"))
+        text = printable(outcome.traceback, keep="\n\t")
+        return f'on rank {rank} ({outcome.host}):\n"""\n{text}\n"""'
 
 
 def _pickled(function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> bytes:
@@ -166,17 +172,25 @@ def _pickled(function: Callable[..., object], args: tuple[object, ...], kwargs: 
         return pickled
     except Exception as error:
         name = getattr(function, "__qualname__", repr(function))
-        values: dict[str, object] = {f"args[{index}]": value for index, value in enumerate(args)}
-        values |= {f"kwargs[{key!r}]": value for key, value in kwargs.items()}
-        what = next((one for one, value in values.items() if _problem(value) is not None), "")
-        if not what:
-            used = _variables(function)
-            found = next((one for one, value in used.items() if _problem(value) is not None), None)
-            what = f"function {name}" if found is None else f"the variable {found} that {name} uses"
-            values[what] = function if found is None else used[found]
-        got = f"{type(values[what]).__name__}, which cannot be pickled ({_problem(values[what]) or error})"
+        sent = _sent_values(function, name, args, kwargs)
+        what, value = next((one for one in sent if _problem(one[1]) is not None), (f"function {name}", function))
+        got = f"{type(value).__name__}, which cannot be pickled ({_problem(value) or error})"
         remedy = "create it within the function, on each rank"
         raise TypeError(describe(what, got, "something that can be sent to the ranks", remedy)) from error
+
+
+def _sent_values(
+    function: Callable[..., object], name: str, args: tuple[object, ...], kwargs: dict[str, object]
+) -> Iterator[tuple[str, object]]:
+    """Yield the arguments and the variables that a function uses, by their names in messages."""
+    for index, value in enumerate(args):
+        yield f"args[{index}]", value
+    for key, value in kwargs.items():
+        yield f"kwargs[{key!r}]", value
+    if inspect.isfunction(function):
+        used = inspect.getclosurevars(function)
+        for variable, value in {**used.globals, **used.nonlocals}.items():
+            yield f"the variable {variable} that {name} uses", value
 
 
 def _problem(value: object) -> Exception | None:
@@ -188,27 +202,17 @@ def _problem(value: object) -> Exception | None:
     return None
 
 
-def _variables(function: Callable[..., object]) -> dict[str, object]:
-    """Return the variables outside of a function that it uses."""
-    if not inspect.isfunction(function):
-        return {}
-    used = inspect.getclosurevars(function)
-    return {**used.globals, **used.nonlocals}
-
-
 def _sources() -> dict[str, list[str]]:
     """Return the source lines of a notebook's cells, for tracebacks, and for AutoGraph, which compiles them."""
     entries = [(name, entry) for name, entry in [*linecache.cache.items()] if len(entry) == 4]
     return {name: list(entry[2]) for name, entry in entries if not os.path.exists(name)}  # noqa: PTH110
 
 
-def _launch(folder: Path) -> int:
-    """Run the job of ``folder`` and forward its output; return the exit code of its process.
+def _run_launcher(folder: Path) -> int:
+    """Run the launcher of the job of ``folder`` and forward its output; return its exit code.
 
-    The process is in its own session: only this function passes Ctrl-C on to it.
-
-    Raises:
-        KeyboardInterrupt: after all ranks have ended.
+    It is in its own session: only this function passes Ctrl-C on to it, and raises KeyboardInterrupt after all ranks
+    have ended.
     """
     interrupt: KeyboardInterrupt | None = None
     launcher = subprocess.Popen(
@@ -218,12 +222,15 @@ def _launch(folder: Path) -> int:
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
-    with launcher:
-        forwarder = _Forwarder(launcher)
+    with launcher, selectors.DefaultSelector() as selector:
+        for pipe, stream in ((launcher.stdout, sys.stdout), (launcher.stderr, sys.stderr)):
+            assert pipe is not None
+            decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+            selector.register(pipe, selectors.EVENT_READ, (stream, decoder))
         try:
             while True:
                 try:
-                    forwarder.run()
+                    _forward_output(selector)
                     launcher.wait()
                     break
                 except KeyboardInterrupt as error:
@@ -232,50 +239,56 @@ def _launch(folder: Path) -> int:
         except BaseException:  # e.g. standard output is closed
             launcher.terminate()
             raise
-        finally:
-            forwarder.close()
     if interrupt is not None:
         raise interrupt
     return launcher.returncode
 
 
-class _Forwarder:
-    """Writes the output of a process to ``sys.stdout`` and ``sys.stderr``, which a notebook may have replaced."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._selector = selectors.DefaultSelector()
-        for pipe, stream in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-            assert pipe is not None
-            decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-            self._selector.register(pipe, selectors.EVENT_READ, (stream, decoder))
-
-    def run(self) -> None:
-        """Forward the output until its end. May be called again after an exception."""
-        while self._selector.get_map():
-            for key, _ in self._selector.select():
-                stream, decoder = key.data
-                data = os.read(key.fd, 1 << 16)
-                _write(stream, decoder.decode(data, final=not data))
-                if not data:
-                    self._selector.unregister(key.fileobj)
-
-    def close(self) -> None:
-        """Stop forwarding."""
-        self._selector.close()
+def _forward_output(selector: selectors.BaseSelector) -> None:
+    """Forward output until its end to ``sys.stdout`` and ``sys.stderr``, which a notebook may have replaced."""
+    while selector.get_map():
+        for key, _ in selector.select():
+            stream, decoder = key.data
+            data = os.read(key.fd, 1 << 16)
+            text = decoder.decode(data, final=not data)
+            if stream is not None and text:  # None if Python was started with this file closed
+                encoding = getattr(stream, "encoding", None) or "utf-8"
+                stream.write(text.encode(encoding, "replace").decode(encoding))
+                stream.flush()
+            if not data:
+                selector.unregister(key.fileobj)
 
 
-def _write(stream: IO[str] | None, text: str) -> None:
-    """Write text; characters that the stream cannot encode are replaced."""
-    if stream is None or not text:  # Python was started with this file closed
+def launch(name: str, caller: str) -> None:
+    """Run the job of a folder, in the launcher, and write its verdict, or the error that prevented its start.
+
+    The job ends with the process that called ``hk.run``, whose PID is ``caller``.
+    """
+    processes.signal_at_parent_end(signal.SIGTERM)
+    if os.getppid() != int(caller):
         return
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    stream.write(text.encode(encoding, "replace").decode(encoding))
-    stream.flush()
+    folder = Path(name)
+    config: RunConfig
+    reservation: RayReservation | None
+    config, reservation = pickle.loads((folder / _CONFIG).read_bytes())
+    program = function_process("rank")
+    end: Verdict | Exception
+    try:
+        job = prepare(config, program)
+        if reservation is not None:
+            job = on_ray(job, reservation)
+        end = start(replace(job, function=FunctionServer(folder)), program)
+    except (ValueError, HvdkitError) as error:
+        end = error
+    if os.getppid() == int(caller):
+        (folder / _VERDICT).write_bytes(pickle.dumps(end))
+    else:  # it was killed, and will not remove the folder
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _raise_failure(caller: str, folder: Path, code: int) -> None:
     """Raise the error with which the job ended, if it failed."""
-    file = folder / function_launcher.VERDICT
+    file = folder / _VERDICT
     if not file.exists():
         raise HvdkitError(
             f"{caller}: the process that starts the ranks ended with exit code {code}; see its output above"
@@ -298,20 +311,15 @@ def _exception(caller: str, stored: IO[bytes], rank: int, outcome: FunctionOutco
     why = "it cannot be pickled"
     if outcome.is_pickled:
         try:
-            error = _load(stored)
-        except Exception as problem:
-            why = f"unpickling it raises {type(problem).__name__}: {problem}"
-        else:
+            error: object = pickle.load(stored)
             if isinstance(error, Exception):
                 return error
             why = f"unpickling it gives {type(error).__name__}"
+        except Exception as problem:
+            why = f"unpickling it raises {type(problem).__name__}: {problem}"
     return HvdkitError(
         f"{caller}: rank {rank} raised {outcome.kind}: {outcome.message}; shown as HvdkitError because {why}"
     )
-
-
-def _load(stored: IO[bytes]) -> object:
-    return pickle.load(stored)
 
 
 def _result(caller: str, folder: Path, rank: int) -> object:
@@ -323,7 +331,8 @@ def _result(caller: str, folder: Path, rank: int) -> object:
     with file.open("rb") as stored:
         outcome: FunctionOutcome = pickle.load(stored)
         try:
-            return _load(stored)
+            value: object = pickle.load(stored)
+            return value
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             raise HvdkitError(

@@ -32,10 +32,6 @@ _REMOVE = "[ ! -L {folder} ] && [ -O {folder} ] && rm -rf {folder}; true"
 class PrivateFile:
     """A file that only this user can read, in a new folder with an unpredictable name, on this and other hosts.
 
-    Args:
-        others: other hosts on which to write the file.
-        timeout: seconds for each host.
-
     Attributes:
         path: path of the file on all hosts.
 

@@ -8,7 +8,6 @@ cached. ``source.py`` turns positions of the order into blocks and rows of files
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy.typing as npt
@@ -34,9 +33,9 @@ def needs_extra() -> Iterator[None]:
         raise ImportError(describe("package", f"no {error.name}", "it installed, to read files", remedy)) from error
 
 
-def _require_columns(name: str, value: Mapping[str, object] | None, columns: Iterable[str] | None) -> None:
-    if columns is not None and (unknown := set(value or ()) - set(columns)):
-        raise ValueError(describe(name, sorted(unknown), f"some of {[*columns]}", "correct the names"))
+def _require_columns(fill: Mapping[str, object] | None, columns: Iterable[str] | None) -> None:
+    if columns is not None and (unknown := set(fill or ()) - set(columns)):
+        raise ValueError(describe("fill", sorted(unknown), f"some of {[*columns]}", "correct the names"))
 
 
 def parquet(
@@ -90,18 +89,11 @@ def parquet(
     """
     if isinstance(columns, str) or (columns is not None and not columns):
         raise TypeError(describe("columns", columns, "a sequence of names, or None for all", "pass e.g. ['x', 'y']"))
-    _require_columns("fill", fill, columns)
+    _require_columns(fill, columns)
     with needs_extra():
         from hvdkit.data.files.parquet_format import ParquetFormat
-        from hvdkit.data.files.path_columns import PathColumns
 
-        return FileSource(
-            paths,
-            ParquetFormat(columns, fill or {}),
-            on_error,
-            {"columns": columns, "fill": fill},
-            path_columns=functools.partial(PathColumns, columns, fill or {}),
-        )
+        return FileSource(paths, ParquetFormat(columns, fill or {}), on_error, {"columns": columns, "fill": fill})
 
 
 def tfrecord(paths: Paths, parse: Parse = None, *, on_error: OnError = "raise") -> FileSource:
@@ -282,12 +274,17 @@ def delimited(
     if not isinstance(delimiter, str) or len(delimiter.encode()) != 1 or delimiter in "\r\n":
         raise ValueError(describe("delimiter", delimiter, "one ASCII character", r"pass e.g. ',' or '\t'"))
     header_lines = integer("header_lines", header_lines, minimum=0)
-    _require_columns("fill", fill, columns)
+    _require_columns(fill, columns)
     with needs_extra():
         from hvdkit.data.files.text_format import DelimitedFormat
 
-        options = {"columns": columns, "delimiter": delimiter, "header_lines": header_lines, "fill": fill}
-        options |= {"expect_final_newline": expect_final_newline}
+        options = {
+            "columns": columns,
+            "delimiter": delimiter,
+            "header_lines": header_lines,
+            "fill": fill,
+            "expect_final_newline": expect_final_newline,
+        }
         lines = DelimitedFormat(
             columns, delimiter, header_lines, fill or {}, on_error, expects_newline=expect_final_newline
         )

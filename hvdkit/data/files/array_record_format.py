@@ -11,9 +11,9 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader
 
 from hvdkit.data.aligned import Nest
-from hvdkit.data.files.formats import BlockRows, FileLayout, require_rows
+from hvdkit.data.files.formats import BlockRows, FileLayout, Format, require_rows, taken
 from hvdkit.data.files.listing import File
-from hvdkit.data.files.records import BLOCK_BYTES, Parse, Parser, as_objects, in_places, rows_of_blocks
+from hvdkit.data.files.records import BLOCK_BYTES, Parse, Parser, as_objects, rows_of_blocks
 from hvdkit.data.files.storage import OpenFile, opened_as
 from hvdkit.errors import DataError, describe
 
@@ -21,12 +21,10 @@ _RECORDS_PER_BYTE = 2**16  # equal records, compressed
 _first_process: int | None = None  # the one that first read a file
 
 
-class ArrayRecordFormat:
+class ArrayRecordFormat(Format):
     """Records of ArrayRecord files."""
 
     name = "array_record"
-    suffixes: tuple[str, ...] = ()
-    reads_rows = True
 
     def __init__(self, parse: Parse):
         self._parser = Parser(parse)
@@ -38,9 +36,6 @@ class ArrayRecordFormat:
         with opened_as(file, _reader) as reader:
             records = require_rows(file, reader.num_records(), per_byte=_RECORDS_PER_BYTE)
             return FileLayout(rows_of_blocks(records, file.size), "ArrayRecord", BLOCK_BYTES)
-
-    def load(self, file: File, layout: FileLayout, block: int) -> np.ndarray:
-        return self.load_rows(file, layout, layout.rows_of(block))
 
     def load_rows(self, file: File, layout: FileLayout, rows: np.ndarray) -> np.ndarray:
         numbers = rows.tolist()
@@ -55,7 +50,7 @@ class ArrayRecordFormat:
                 raise DataError(f"{records} of {file.url} are damaged: {error}") from error
 
     def take(self, parts: Sequence[BlockRows], rows: int) -> Nest:
-        return self._parser(in_places(parts, rows))
+        return self._parser(taken(parts, rows))
 
 
 def _require_first_process() -> None:

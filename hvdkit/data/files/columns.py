@@ -1,19 +1,14 @@
-"""Columns of tables: from Arrow to arrays, and from blocks to batches."""
+"""Columns of tables: from Arrow to arrays."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hvdkit.data.aligned import aligned_empty, tensor_of
-from hvdkit.data.files.formats import BlockRows
-
-if TYPE_CHECKING:
-    import tensorflow as tf
+from hvdkit.data.aligned import Ragged
 
 _NUMBERS = {pa.from_numpy_dtype(code).id for code in "bhilBHILefd"}
 _READ_UNCHANGED = (
@@ -29,13 +24,6 @@ _LARGE = {
     pa.binary(): pa.large_binary(),
     pa.binary_view(): pa.large_binary(),
 }
-
-
-class Ragged(NamedTuple):
-    """A column of lists: the values of row i are ``values[splits[i]:splits[i + 1]]``."""
-
-    values: np.ndarray
-    splits: np.ndarray
 
 
 def kind_of(column: pa.DataType) -> str:
@@ -64,13 +52,9 @@ def _is_list_view(column: pa.DataType) -> bool:
 
 
 def to_numpy(chunks: pa.ChunkedArray, fill: object) -> np.ndarray | Ragged:
-    """Return a column as arrays.
+    """Return a column as arrays. ``fill``, if not None, replaces missing values.
 
-    Args:
-        fill: What replaces missing values, if not None.
-
-    Raises:
-        TypeError: The type is not supported, or values are missing.
+    Raises TypeError if the type is not supported, or values are missing.
     """
     if chunks.num_chunks == 1 and chunks.type.id in _NUMBERS and not chunks.null_count:
         values: np.ndarray = chunks.chunk(0).to_numpy()  # the usual case: the checks below take longer than this
@@ -132,44 +116,3 @@ def _values(lists: pa.Array, fill: object) -> np.ndarray:
     if isinstance(values, Ragged):
         raise TypeError(f"type {lists.type}, lists of lists")
     return values
-
-
-def taken_columns(parts: Sequence[BlockRows], rows: int) -> dict[str, np.ndarray | tf.RaggedTensor]:
-    """Return a batch of ``rows`` rows of blocks that are dicts of columns."""
-    return {
-        name: taken([BlockRows(block[name], each, places) for block, each, places in parts], rows)
-        for name in parts[0].block
-    }
-
-
-def taken(parts: Sequence[BlockRows], rows: int) -> np.ndarray | tf.RaggedTensor:
-    """Return a batch of ``rows`` rows of a column: an array, or a ``tf.RaggedTensor``."""
-    if isinstance(parts[0].block, Ragged):
-        return _taken_ragged(parts, rows)
-    first = parts[0].block
-    batch = aligned_empty((rows, *first.shape[1:]), first.dtype)
-    for block, each, places in parts:
-        batch[places] = block[each]
-    return batch
-
-
-def _taken_ragged(parts: Sequence[BlockRows], rows: int) -> tf.RaggedTensor:
-    import tensorflow as tf
-
-    numbers = np.arange(max(rows, *(len(part.block.splits) for part in parts)))
-    arrays = [(block, numbers[each], numbers[places]) for block, each, places in parts]
-    lengths = np.empty(rows, np.int64)
-    for (_, splits), each, places in arrays:
-        lengths[places] = splits[each + 1] - splits[each]
-    ends = np.cumsum(lengths)
-    starts = ends - lengths
-    first = parts[0].block.values
-    values = aligned_empty((int(ends[-1]) if rows else 0, *first.shape[1:]), first.dtype)
-    for block, each, places in arrays:
-        size = lengths[places]
-        within = np.arange(size.sum()) - np.repeat(np.cumsum(size) - size, size)
-        values[np.repeat(starts[places], size) + within] = block.values[np.repeat(block.splits[each], size) + within]
-    splits = aligned_empty([rows + 1], np.int64)
-    splits[0] = 0
-    splits[1:] = ends
-    return tf.RaggedTensor.from_row_splits(tensor_of(values), tensor_of(splits), validate=False)

@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, TypeVar
 
 from hvdkit.cluster.retries import Retries
-from hvdkit.data.files.program_end import pause, require_running
+from hvdkit.data.files.reading_ahead import pause, require_running
 from hvdkit.errors import DataError, describe
 
 if TYPE_CHECKING:
@@ -49,11 +49,7 @@ def is_local(filesystem: AbstractFileSystem) -> bool:
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
-    """Return a descriptor of a regular file, without waiting for the other end of a FIFO.
-
-    Raises:
-        OSError: It cannot be opened, or is a FIFO, a socket, a device or a folder.
-    """
+    """Return a descriptor of a regular file, without waiting for the other end of a FIFO; OSError for other things."""
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

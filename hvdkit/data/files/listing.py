@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from hvdkit.data.files.filesystems import filesystem_of, is_local, retrying, shown
 from hvdkit.data.files.reading_ahead import in_threads
-from hvdkit.data.files.table_formats import refuse_parts_of_tables, refuse_tables
 from hvdkit.errors import DataError, describe
 
 if TYPE_CHECKING:
@@ -53,11 +52,9 @@ def list_files(paths: Paths, suffixes: Sequence[str] = ()) -> list[File]:
             ``https://`` and others, if the package that fsspec asks for is installed.
 
     Raises:
-        TypeError: A path is not a string or path.
         ValueError: No file was found, or one is listed twice; a path is the folder of a Delta Lake, Hudi or Iceberg
             table; or what it stands for is neither a file nor a folder.
         DataError: A server does not answer, or a folder cannot be read.
-        ImportError: fsspec asks for a package.
 
     Example:
         >>> list_files("data/day_*.parquet")  # doctest: +SKIP
@@ -141,13 +138,13 @@ def _found_at(path: str, suffixes: tuple[str, ...]) -> tuple[AbstractFileSystem,
         root = name[: wildcard.start()]
         found |= retrying(filesystem, filesystem.glob, name, detail=True, patience=_LISTING)
         if not is_http:
-            refuse_parts_of_tables(filesystem, root.rpartition("/")[0], found)
+            _refuse_parts_of_tables(filesystem, root.rpartition("/")[0], found)
     if is_folder:
         options = {"on_error": "raise"} if is_page else {}
         listed = retrying(filesystem, filesystem.find, name, detail=True, patience=_LISTING, **options)
-        refuse_tables(listed)
+        _refuse_tables(listed)
         if not is_http:
-            refuse_parts_of_tables(filesystem, root, ())
+            _refuse_parts_of_tables(filesystem, root, ())
         # A page without links has itself in its list, without a type.
         found = {each: info for each, info in listed.items() if "type" in info and each.endswith(suffixes or "")}
     files: dict[str, Info] = {}
@@ -225,3 +222,58 @@ def _file(filesystem: AbstractFileSystem, name: str, info: Info) -> File:
     if info["size"] is None:
         raise DataError(f"{url}: its server does not report its size; copy the files to a disk")
     return File(url, int(info["size"]), str(next((info[key] for key in _VERSIONS if info.get(key)), "")))
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------
+# The folder of a Delta Lake, Hudi or Iceberg table has files of earlier versions, and rows that are marked as deleted:
+# which rows are valid is in the table's log. Reading all files would yield rows that were deleted or replaced.
+
+
+class _TableFormat(NamedTuple):
+    """A format, the folder of its log in that of a table, how the log's files end, and a library that lists files."""
+
+    name: str
+    log: str
+    suffix: str
+    files: str
+
+
+_TABLE_FORMATS = (
+    _TableFormat("Delta Lake", "_delta_log", "", "deltalake's DeltaTable(...).file_uris()"),
+    _TableFormat("Hudi", ".hoodie", "", "the hudi package"),
+    _TableFormat("Iceberg", "metadata", ".metadata.json", "pyiceberg's table.scan().plan_files()"),
+)
+# Folders of a pattern's files in which a server is asked for logs: one request each and format.
+_MOST_REMOTE_FOLDERS = 64
+
+
+def _refuse_tables(found: Iterable[str]) -> None:
+    """Raise ValueError if the files of a folder, at any depth, have the log of a table among them."""
+    for name in found:
+        for each in _TABLE_FORMATS:
+            folder, log, file = name.rpartition(f"/{each.log}/")
+            if log and file and file.endswith(each.suffix) and (each.suffix == "" or "/" not in file):
+                remedy = f"export its present rows to Parquet, or pass the files that {each.files} returns, one by one"
+                got = f"{folder or '/'}, a table of {each.name}"
+                raise ValueError(describe("paths", got, "files whose rows are all valid", remedy))
+
+
+def _refuse_parts_of_tables(filesystem: AbstractFileSystem, root: str, found: Iterable[str]) -> None:
+    """Raise ValueError if the files ``found`` are those of a table.
+
+    ``root`` is the folder that the user passed, or in which a pattern begins.
+    """
+    folders = {root.rstrip("/"): None}
+    above = root.rstrip("/")
+    while "/" in above and ("=" in above.rpartition("/")[2] or above.endswith("/data")):
+        above = above.rpartition("/")[0]  # of a table's partition, or of the data of Iceberg
+        folders[above] = None
+    for name in found:
+        parts = name.removeprefix(root).strip("/").split("/")[:-1]
+        for depth, part in enumerate(parts, 1):
+            if "=" not in part:
+                folders["/".join([root.rstrip("/"), *parts[:depth]])] = None
+    for folder in [*folders] if is_local(filesystem) else [*folders][:_MOST_REMOTE_FOLDERS]:
+        for each in _TABLE_FORMATS:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                _refuse_tables(retrying(filesystem, filesystem.ls, f"{folder}/{each.log}", detail=False))

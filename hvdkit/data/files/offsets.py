@@ -42,9 +42,7 @@ _lock = threading.Lock()
 def offsets_of(file: File, kind: str, scan: Scan) -> np.ndarray:
     """Return the offsets of a file's records and its end, uint64 ``[records + 1]``; mapped from the cache if large.
 
-    Args:
-        kind: The format and its options, which determine the offsets.
-        scan: Finds the offsets if no valid cache exists.
+    ``kind``, the format and its options, determines the offsets; ``scan`` finds them if no valid cache exists.
     """
     paths = _cache_paths(file, kind)
     header = {"version": _VERSION, "kind": kind, "size": file.size, "file_version": file.version}

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from hvdkit.data.files.columns import Ragged, kind_of, taken_columns, to_numpy
-from hvdkit.data.files.formats import BlockRows, FileLayout, require_rows
+from hvdkit.data.aligned import Ragged
+from hvdkit.data.files.columns import kind_of, to_numpy
+from hvdkit.data.files.formats import FileLayout, Format, require_rows
 from hvdkit.data.files.listing import File
-from hvdkit.data.files.path_columns import columns_in
-from hvdkit.data.files.storage import OpenFile, opened_as
+from hvdkit.data.files.path_columns import PathColumns, columns_in
+from hvdkit.data.files.storage import FileStream, OpenFile, opened_as
 from hvdkit.errors import DataError, describe
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
 _INDEX_BYTES = 4  # at most, of each value in a dictionary; of the length of each text
@@ -30,13 +28,8 @@ _SIGNATURE = 28  # bytes
 _PER_STRING = sys.getsizeof(b"") + 8  # bytes of Python's object, and of the reference to it
 
 
-class ParquetFormat:
-    """Columns of Parquet files.
-
-    Args:
-        columns: Their names; None for all.
-        fill: The value that replaces missing values, for each column that may have some.
-    """
+class ParquetFormat(Format):
+    """Columns of Parquet files; the arguments are those of ``hk.data.parquet``."""
 
     name = "parquet"
     suffixes: tuple[str, ...] = (".parquet", ".pq")
@@ -76,20 +69,24 @@ class ParquetFormat:
                 names = [name for name in names if name in opened.schema.names]
             table = opened.read(block, names)
             dates = [name for name in table.column_names if name in opened.int96]
+        columns = {}
         for name in table.column_names:
-            if (found := len(table.column(name))) != layout.block_rows[block]:
-                claimed = f"{found} rows, but the footer claims {layout.block_rows[block]}"
-                raise DataError(f"column {name!r} of row group {block} of {file.url} has {claimed}")
-        columns = {name: self._column(file, block, name, table.column(name)) for name in table.column_names}
+            chunks = table.column(name)
+            where = f"column {name!r} of row group {block} of {file.url}"
+            if len(chunks) != layout.block_rows[block]:
+                raise DataError(f"{where} has {len(chunks)} rows, but the footer claims {layout.block_rows[block]}")
+            try:
+                columns[name] = to_numpy(chunks, self._fill.get(name))
+            except pa.ArrowException as error:
+                raise DataError(f"{where}: {error}") from error
+            except TypeError as error:
+                raise _unreadable(file, name, str(error)) from None
         if dates:
             self._check_int96(file, block, table, dates)
         return columns
 
-    def load_rows(self, file: File, layout: FileLayout, rows: np.ndarray) -> NoReturn:
-        raise NotImplementedError  # Parquet has no access to rows
-
-    def take(self, parts: Sequence[BlockRows], rows: int) -> dict[str, np.ndarray | tf.RaggedTensor]:
-        return taken_columns(parts, rows)
+    def folder_columns(self, names: Sequence[str]) -> PathColumns:
+        return PathColumns(self._columns, self._fill, names)
 
     def _check_missing(self, file: File, opened: _Opened, names: Sequence[str]) -> None:
         """Raise TypeError if the footer counts values as missing that cannot be. It does not count those in lists."""
@@ -126,14 +123,6 @@ class ParquetFormat:
                     row = _row_of(table.column(name), int(np.argmax(wrong)))
                     where = f"column {name!r} of {file.url}: the time (INT96) in row {row} of row group {block}"
                     raise DataError(f"{where} {problem}; leave it out with columns=, or write it as a timestamp")
-
-    def _column(self, file: File, block: int, name: str, chunks: pa.ChunkedArray) -> np.ndarray | Ragged:
-        try:
-            return to_numpy(chunks, self._fill.get(name))
-        except pa.ArrowException as error:
-            raise DataError(f"column {name!r} of row group {block} of {file.url}: {error}") from error
-        except TypeError as error:
-            raise _unreadable(file, name, str(error)) from None
 
 
 def _leaves(schema: pq.ParquetSchema, names: Sequence[str]) -> dict[str, list[int]]:
@@ -214,10 +203,7 @@ def _row_of(column: pa.ChunkedArray, value: int) -> int:
 
 
 class _Opened:
-    """An open Parquet file.
-
-    Args:
-        unit: Of the times whose physical type is INT96.
+    """An open Parquet file. ``unit`` is that of the times whose physical type is INT96.
 
     Attributes:
         schema: Of the file.
@@ -233,7 +219,7 @@ class _Opened:
             raise DataError(f"{url} is encrypted, and its footer, too; write it without encryption")
         try:
             self._file = pq.ParquetFile(
-                file.for_library(),
+                file.path or FileStream(file),
                 pre_buffer=False,
                 page_checksum_verification=True,
                 coerce_int96_timestamp_unit=unit,
@@ -280,13 +266,6 @@ class _Opened:
             raise DataError(f"row group {group} of {self._url} is damaged: {error}") from error
 
 
-def _opened(file: OpenFile) -> _Opened:
-    return _Opened(file, "us")
-
-
-def _opened_ns(file: OpenFile) -> _Opened:
-    return _Opened(file, "ns")
-
-
-def _opened_ms(file: OpenFile) -> _Opened:
-    return _Opened(file, "ms")
+_opened = functools.partial(_Opened, unit="us")
+_opened_ns = functools.partial(_Opened, unit="ns")
+_opened_ms = functools.partial(_Opened, unit="ms")

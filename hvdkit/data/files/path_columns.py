@@ -33,15 +33,12 @@ def columns_in(path: str) -> dict[str, str | None]:
 
 
 class PathColumns:
-    """The columns in the folders of a source's files.
+    """The columns in the folders of a source's files, which must be the same for all files.
 
     Args:
         columns: Those that the user requested; None for all.
         fill: The value that replaces missing values, for each column that may have some.
         names: The names of all files, relative to the paths that the user passed.
-
-    Raises:
-        ValueError: Some files have other such columns.
     """
 
     def __init__(self, columns: Sequence[str] | None, fill: Mapping[str, object], names: Sequence[str]):
@@ -57,12 +54,7 @@ class PathColumns:
         return [f"{name}: {kind}" for name, kind in self._types.items()]
 
     def values(self, names: Sequence[str]) -> dict[str, np.ndarray]:
-        """Return the value of each file, int32 or bytes ``[files]``.
-
-        Raises:
-            TypeError: A value is missing.
-            ValueError: Some files have other such columns, or values of another type than those before.
-        """
+        """Return the value of each file, int32 or bytes ``[files]``; of the same types as those of the first files."""
         arrays = {}
         for name, texts in self._texts(names).items():
             kind = self._types[name]

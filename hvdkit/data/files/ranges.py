@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from hvdkit.data.files.filesystems import retrying
 from hvdkit.data.files.listing import File
@@ -19,24 +19,15 @@ if TYPE_CHECKING:
 
 _CONTENT_RANGE = re.compile(r"\s*bytes\s+(\d+)-(\d+)/(\d+|\*)\s*", re.IGNORECASE)
 _COPY = "copy the files to a disk, or read them without the proxy"
-
-
-class _Request(Protocol):
-    """Returns the bytes ``start`` to ``stop`` of a file; at most one more if the server sends more."""
-
-    async def __call__(self, filesystem: AbstractFileSystem, name: str, file: File, start: int, stop: int) -> bytes: ...
+_Request: TypeAlias = "Callable[[AbstractFileSystem, str, File, int, int], Awaitable[bytes]]"
+"""Returns the bytes from a start to a stop of a file; at most one more if the server sends more."""
 
 
 def read_range(filesystem: AbstractFileSystem, name: str, file: File, start: int, stop: int) -> bytes:
     """Return the bytes ``start`` to ``stop`` of a remote file.
 
     The answers of HTTP servers, S3 and GCS are checked for their range, the length of the whole file, and its tag or
-    generation; those of other file systems for their length.
-
-    Raises:
-        DataError: The answer is another range, or of another version of the file.
-        ConnectionError: The server sent fewer bytes, several times.
-        FileNotFoundError: The file has disappeared.
+    generation, and are a DataError if these are others; those of other file systems are checked for their length.
     """
     request = _request_of(filesystem)
 

@@ -1,10 +1,12 @@
-"""Threads that read the following batches while the step runs."""
+"""Threads that read the following batches while the step runs; the end of the program does not wait for them."""
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import itertools
 import os
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +16,6 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from hvdkit import cluster
-from hvdkit.data.files.program_end import require_running
 from hvdkit.errors import describe
 from hvdkit.machine.cores import available_cores
 
@@ -24,6 +25,7 @@ U = TypeVar("U")
 _MOST_THREADS = 8
 _AHEAD_PER_THREAD = 2  # batches read ahead of the step
 _UNUSED = 64  # a block is dropped when so many batches have not used it
+_PAUSE_STEP = 0.2  # seconds between two checks of a pause
 
 
 def threads() -> int:
@@ -41,31 +43,36 @@ def in_threads(function: Callable[[T], U], items: Sequence[T]) -> list[U]:
         executor.shutdown(wait=False, cancel_futures=True)
 
 
-def in_order(function: Callable[[T], U], items: Iterable[T], at_end: Callable[[], None] = lambda: None) -> Iterator[U]:
+def require_running() -> None:
+    """Raise InterruptedError if the main thread has ended its program: Python waits for the threads that read."""
+    if concurrent.futures.thread._shutdown:  # has no public name in Python 3.11 to 3.14
+        raise InterruptedError("the program ends")
+
+
+def pause(seconds: float) -> None:
+    """Sleep; raise InterruptedError if the program ends before."""
+    deadline = time.monotonic() + seconds
+    while (rest := deadline - time.monotonic()) > 0:
+        require_running()
+        time.sleep(min(rest, _PAUSE_STEP))
+
+
+def in_order(function: Callable[[T], U], items: Iterable[T], at_end: Callable[[], None]) -> Iterator[U]:
     """Yield ``function(item)`` for all items, in their order, computed ahead by several threads.
 
-    An exception is raised at its item. Threads end when the iterator is closed or deleted, or the program ends.
-
-    Args:
-        at_end: Called when the iterator has ended, and again after each call of ``function`` that still runs then.
-
-    Raises:
-        RuntimeError: The process has been forked; threads exist in its parent only.
+    An exception is raised at its item. Threads end when the iterator is closed or deleted, or the program ends. Then
+    ``at_end`` is called, and again after each call of ``function`` that still runs.
     """
     workers = threads()
     process = os.getpid()
     executor = ThreadPoolExecutor(workers, "hvdkit-read")
     pending: deque[Future[U]] = deque()
 
-    def call(item: T) -> U:
-        require_running()
-        return function(item)
-
     try:
         remaining = iter(items)
         while True:
             for item in itertools.islice(remaining, workers * _AHEAD_PER_THREAD + 1 - len(pending)):
-                pending.append(executor.submit(call, item))
+                pending.append(executor.submit(function, item))
             if not pending:
                 return
             if os.getpid() != process:
@@ -84,15 +91,10 @@ def in_order(function: Callable[[T], U], items: Iterable[T], at_end: Callable[[]
 
 
 class BlockCache(Generic[T]):
-    """Blocks that were read, until their rows have been used.
+    """Blocks that were read, until their rows have been used. If ``keep``, none is dropped.
 
     A block that several threads need is read once. It is dropped when all of its rows have been used. Blocks of which
     other ranks use some rows are dropped when the last 64 batches have been without them.
-
-    Args:
-        load: Reads a block.
-        block_rows: int64 ``[blocks]``: the number of rows of each.
-        keep: Drop no block.
     """
 
     def __init__(self, load: Callable[[int], T], block_rows: np.ndarray, *, keep: bool = False):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
@@ -12,7 +12,7 @@ import numpy as np
 
 from hvdkit.cluster.logs import get_logger
 from hvdkit.data.aligned import Nest
-from hvdkit.data.files.formats import Block, BlockRows, FileLayout, OnError
+from hvdkit.data.files.formats import Block, FileLayout, Format, OnError
 from hvdkit.data.files.listing import File
 from hvdkit.data.files.offsets import offsets_of
 from hvdkit.data.files.storage import OpenFile, opened
@@ -44,12 +44,7 @@ def rows_of_blocks(records: int, size: int) -> list[int]:
 
 
 class Parser:
-    """Turns the records of a batch, in order, into its structure.
-
-    Args:
-        parse: A dict of ``tf.io`` features, for records that are ``tf.train.Example``; a TensorFlow function of one
-            record, a scalar string tensor; or None, which leaves the records as they are.
-    """
+    """Turns the records of a batch, in order, into its structure; ``parse`` is that of ``hk.data.tfrecord``."""
 
     def __init__(self, parse: Parse):
         if not (parse is None or callable(parse) or isinstance(parse, Mapping)):
@@ -59,11 +54,7 @@ class Parser:
         self._function: tf.types.experimental.ConcreteFunction | None = None
 
     def __call__(self, records: np.ndarray) -> Nest:
-        """Return a structure of arrays ``[len(records), ...]``, from an array of bytes.
-
-        Raises:
-            ValueError: ``parse`` does not fit the records, or returns tensors of unequal shapes.
-        """
+        """Return a structure of arrays ``[len(records), ...]``, from an array of bytes."""
         if self._parse is None:
             return records
         import tensorflow as tf
@@ -99,27 +90,15 @@ def as_objects(records: Sequence[bytes]) -> np.ndarray:
     return array
 
 
-def in_places(parts: Sequence[BlockRows], rows: int) -> np.ndarray:
-    """Return the ``rows`` records of a batch, in order, from blocks that are arrays of objects."""
-    records = np.empty(rows, object)
-    for block, each, places in parts:
-        records[places] = block[each]
-    return records
-
-
-class RecordFormat(ABC):
+class RecordFormat(Format):
     """Files of records whose offsets are found once and cached.
 
     Attributes:
-        name: The name of the public function.
         kind: The format.
         offsets_key: The format, and what else determines the offsets, which are cached under this name.
         damage_key: The format, and what else determines which records are damaged.
     """
 
-    name: str
-    suffixes: tuple[str, ...] = ()
-    reads_rows = True
     kind: str
 
     def __init__(self, on_error: OnError) -> None:
@@ -150,9 +129,6 @@ class RecordFormat(ABC):
             damaged = np.append(damaged, records)  # and those after it, whose number is not known
         return FileLayout(rows, self.kind, max(BLOCK_BYTES, file.size // max(1, records)), damaged)
 
-    def load(self, file: File, layout: FileLayout, block: int) -> Block:
-        return self.load_rows(file, layout, layout.rows_of(block))
-
     def load_rows(self, file: File, layout: FileLayout, rows: np.ndarray) -> Block:
         with opened(file) as source:
             return self.block(source, layout.record_numbers(rows))
@@ -160,10 +136,6 @@ class RecordFormat(ABC):
     def block(self, source: OpenFile, numbers: np.ndarray) -> Block:
         """Return what :meth:`take` needs of records, by their ascending numbers in the file."""
         return as_objects(self._records(source, numbers))
-
-    @abstractmethod
-    def take(self, parts: Sequence[BlockRows], rows: int) -> Nest:
-        """Return a batch of ``rows`` rows."""
 
     def _records(self, source: OpenFile, numbers: np.ndarray) -> list[bytes]:
         """Return records by their ascending numbers in the file."""

@@ -23,8 +23,8 @@ import xxhash
 from hvdkit.cluster.logs import get_logger
 from hvdkit.data.files.filesystems import number_setting, open_regular, shown
 from hvdkit.data.files.listing import File, disappeared, require_unchanged
-from hvdkit.data.files.program_end import pause
 from hvdkit.data.files.ranges import read_range
+from hvdkit.data.files.reading_ahead import pause
 from hvdkit.errors import DataError
 from hvdkit.machine.replacing import replaced
 

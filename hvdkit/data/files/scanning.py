@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import optree
@@ -46,10 +46,8 @@ class Scan(NamedTuple):
     def files(self, known: Mapping[str, ScannedFile]) -> dict[str, ScannedFile]:
         """Return the files by their names. Each rank scans a part of those that are not ``known``. A collective.
 
-        Raises:
-            Exception: The paths are invalid, or this rank's part of the files cannot be read.
-            DataError: On other ranks.
-            CollectiveMismatchError: Ranks see different files, or passed other arguments.
+        An error on one rank is a DataError on the others; ranks that see other files, or passed other arguments, raise
+        CollectiveMismatchError.
         """
         files: dict[str, File] = {}
 
@@ -65,7 +63,9 @@ class Scan(NamedTuple):
             rank = cluster.rank()
             size = cluster.size()
             ranks = agreement.gather(exchange, "a list of data files", listed, error=DataError)
-            _compare([arguments for arguments, _, _ in ranks])
+            for name in ranks[0][0]:
+                passed = [arguments.get(name, "nothing") for arguments, _, _ in ranks]
+                agreement.compare(passed, name, "pass the same on every rank", show=lambda odd, usual: (odd, usual))
             if len({each for _, each, _ in ranks}) > 1:
                 names = agreement.gather(exchange, "names of data files", lambda: _names_and_sizes(files))
                 agreement.compare(names, "paths", "let every host see the same files", show=_first_difference)
@@ -81,9 +81,7 @@ class Scan(NamedTuple):
             to_scan = listed()[2]
             layouts = dict(zip(to_scan, in_threads(self._scan, [files[name] for name in to_scan]), strict=True))
         if not cluster.is_initialized() or cluster.is_chief():
-            for name, layout in layouts.items():
-                _report_skipped(files[name], layout)
-            _report_open([files[name].url for name, layout in layouts.items() if layout.is_open])
+            _report({files[name].url: layout for name, layout in layouts.items()})
         return {name: ScannedFile(file, layouts.get(name) or known[name].layout) for name, file in files.items()}
 
     def _scan(self, file: File) -> FileLayout:
@@ -134,21 +132,14 @@ def _names_and_sizes(files: Mapping[str, File]) -> list[tuple[str, int]]:
     return [(name, file.size) for name, file in files.items()]
 
 
-def _compare(arguments: Sequence[Mapping[str, str]]) -> None:
-    for name in arguments[0]:
-        passed = [each.get(name, "nothing") for each in arguments]
-        agreement.compare(passed, name, "pass the same on every rank", show=lambda odd, usual: (odd, usual))
-
-
-def _report_skipped(file: File, layout: FileLayout) -> None:
-    if layout.problem:
-        get_logger().warning("on_error='skip': skipped the file %s", printable(f"{file.url}: {layout.problem}"))
-    elif len(layout.damaged):
-        get_logger().warning("on_error='skip': skipped %d record(s) of %s", len(layout.damaged), printable(file.url))
-
-
-def _report_open(urls: Sequence[str]) -> None:
-    if urls:
+def _report(layouts: Mapping[str, FileLayout]) -> None:
+    """Warn the user of what is skipped, and of files that may be cut."""
+    for url, layout in layouts.items():
+        if layout.problem:
+            get_logger().warning("on_error='skip': skipped the file %s", printable(f"{url}: {layout.problem}"))
+        elif len(layout.damaged):
+            get_logger().warning("on_error='skip': skipped %d record(s) of %s", len(layout.damaged), printable(url))
+    if urls := [url for url, layout in layouts.items() if layout.is_open]:
         others = f" and {len(urls) - 1} other file(s)" if len(urls) > 1 else ""
         get_logger().warning(
             "%s%s: the last line has no line end, and may be cut; expect_final_newline=True makes this an error",

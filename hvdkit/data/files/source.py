@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
@@ -11,9 +10,9 @@ import numpy as np
 import optree
 import xxhash
 
-from hvdkit.data.aligned import Nest, taken_of
+from hvdkit.data.aligned import Nest
 from hvdkit.data.block_order import BlockOrder, Lanes
-from hvdkit.data.files.formats import Block, BlockRows, Format, OnError
+from hvdkit.data.files.formats import Block, BlockRows, Format, OnError, taken
 from hvdkit.data.files.listing import File, Paths
 from hvdkit.data.files.reading_ahead import BlockCache
 from hvdkit.data.files.records import RecordFormat
@@ -22,10 +21,8 @@ from hvdkit.data.order import Order, Shuffle, shuffled_indices
 from hvdkit.data.permutation import Permutation
 from hvdkit.errors import DataError, describe
 
-if TYPE_CHECKING:  # path_columns needs pyarrow, which arrays do not
+if TYPE_CHECKING:
     import tensorflow as tf
-
-    from hvdkit.data.files.path_columns import PathColumns
 
 _Rows = np.ndarray | slice  # a slice has a start and an end
 # Up to this many examples (4 MB), the full shuffle of files is that of arrays: uniform over all permutations.
@@ -55,7 +52,6 @@ class FileSource:
         on_error: OnError = "raise",
         arguments: Mapping[str, object] | None = None,
         on_scanned: Callable[[File], None] = lambda file: None,
-        path_columns: Callable[[Sequence[str]], PathColumns] | None = None,
     ):
         if on_error not in get_args(OnError):
             raise ValueError(describe("on_error", on_error, "'raise' or 'skip'", "choose one of the two"))
@@ -64,7 +60,7 @@ class FileSource:
         self._scan = Scan(paths, file_format, on_error, arguments or {}, on_scanned)
         self._format = file_format
         files = self._scan.files({})
-        self._path_columns = None if path_columns is None else path_columns([*files])
+        self._path_columns = file_format.folder_columns([*files])
         self._use(files)
         self.structure = agree_on_columns(lambda: self.read(np.zeros(1, np.int64)))
         if self._path_columns is not None:
@@ -224,14 +220,10 @@ class FileSource:
         if shuffle.mode == "full" and not is_kept and (self.reads_rows or shuffle.seed is not None):
             return EpochReader(self.read)
         cache = BlockCache(self._load, np.diff(self._block_starts), keep=is_kept)
-        return EpochReader(functools.partial(self.read, cache=cache), cache.next_batch)
+        return EpochReader(lambda indices: self.read(indices, cache), cache.next_batch)
 
     def read(self, indices: np.ndarray, cache: BlockCache[Block] | None = None) -> Nest:
-        """Return the rows ``indices``, int64 ``[m]``, in this order.
-
-        Args:
-            cache: Keeps each block for later calls.
-        """
+        """Return the rows ``indices``, int64 ``[m]``, in this order. The cache keeps each block for later calls."""
         by_block = cache is not None or not self.reads_rows
         parts = []
         for number, rows, places in _pieces(indices, self._block_starts if by_block else self._file_starts):
@@ -252,8 +244,8 @@ class FileSource:
             raise
         if self._path_values:
             numbers = np.searchsorted(self._file_starts, indices, side="right") - 1
-            values = {name: taken_of(each, numbers) for name, each in self._path_values.items() if name not in batch}
-            batch = {**batch, **values}
+            values = {name: each for name, each in self._path_values.items() if name not in batch}
+            batch = {**batch, **taken([BlockRows(values, numbers, slice(None))], len(indices))}
         return batch if self._mapped is None else self._mapped(batch)
 
     def _raise_for_row(self, parts: Sequence[BlockRows], indices: np.ndarray, error: Exception) -> None:
@@ -308,9 +300,7 @@ class FileSource:
 def _pieces(indices: np.ndarray, starts: np.ndarray) -> Iterator[tuple[int, _Rows, _Rows]]:
     """Yield the number of each block or file with some of ``indices``, their rows in it, and their places in the batch.
 
-    Args:
-        indices: int64 ``[m]``.
-        starts: int64 ``[blocks + 1]``: the first row of each block, and the end of the last.
+    ``starts`` has the first row of each block, and the end of the last.
     """
     run = _slice_if_run(indices)
     if isinstance(run, slice):  # in order, this takes less time than the copy of the rows

@@ -1,20 +1,29 @@
-"""Reads ranges of local and remote files."""
+"""Reads ranges of local and remote files, which stay open between reads, up to a number.
+
+Opening a file can cost more than reading from it: Parquet has its footer to parse, ArrayRecord its index.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import os
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol, TypeVar, cast
 
 from hvdkit.data.files import remote_cache
 from hvdkit.data.files.filesystems import filesystem_of, is_local, open_regular
-from hvdkit.data.files.kept_open import C, kept_open
 from hvdkit.data.files.listing import File, disappeared, require_unchanged
 from hvdkit.errors import DataError
 
+MOST_OPEN = 64
+"""Number of files that stay open while no thread reads them."""
+CHECK_SECONDS = 1.0
+"""A file that is used is checked for changes again after this time."""
 _COMPRESSED = {
     b"\x1f\x8b": ("gzip", "gzip -d"),
     b"\x28\xb5\x2f\xfd": ("zstd", "zstd -d"),
@@ -49,9 +58,6 @@ class OpenFile:
         """Return ``size`` bytes from ``start`` on.
 
         Memory is only allocated for bytes that the file has, whatever sizes it claims.
-
-        Raises:
-            DataError: The file ends before, or cannot be read.
         """
         self._require(start, max(0, self.file.size - start), size)
         if self.path is None:
@@ -65,11 +71,7 @@ class OpenFile:
         return data
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        """Fill a buffer of bytes from ``start`` of a local file on.
-
-        Raises:
-            DataError: The file ends before, or cannot be read.
-        """
+        """Fill a buffer of bytes from ``start`` of a local file on."""
         done = 0
         with self._named(start, len(buffer)):
             while done < len(buffer) and (count := os.preadv(self._local(), [buffer[done:]], start + done)):
@@ -106,16 +108,8 @@ class OpenFile:
                 problem = f"{self.file.url} is compressed with {name}, which has no access to single records"
                 raise DataError(f"{problem}; decompress it with `{command}`")
 
-    def for_library(self) -> str | io.RawIOBase:
-        """Return a path, or a file object, for libraries that read files themselves."""
-        return self.path or self.stream()
 
-    def stream(self) -> io.RawIOBase:
-        """Return a file object."""
-        return _Raw(self)
-
-
-class _Raw(io.RawIOBase):
+class FileStream(io.RawIOBase):
     """An open file as Python's file object, which allocates no more memory than the file has bytes."""
 
     def __init__(self, file: OpenFile):
@@ -146,29 +140,81 @@ class _Raw(io.RawIOBase):
         return len(data)
 
 
+# ---- files that stay open --------------------------------------------------------------------------------------
+
+
+class Closable(Protocol):
+    """What opening a file returns."""
+
+    def close(self) -> None:
+        """Close the file."""
+
+
+C = TypeVar("C", bound=Closable)
+_idle: OrderedDict[Hashable, list[tuple[Closable, float]]] = OrderedDict()  # with the times of their last checks
+_lock = threading.Lock()
+_is_closing = False  # the idle files are to be closed
+
+
 def opened(file: File) -> AbstractContextManager[OpenFile]:
     """Open a file for reading, which must be as it was listed; see :func:`opened_as`."""
     return opened_as(file, _itself)
 
 
-def opened_as(file: File, make: Callable[[OpenFile], C]) -> AbstractContextManager[C]:
+def _itself(file: OpenFile) -> OpenFile:
+    return file
+
+
+@contextlib.contextmanager
+def opened_as(file: File, make: Callable[[OpenFile], C]) -> Iterator[C]:
     """Open a file with a library. What ``make`` returns is kept open for later reads, by one thread at a time.
 
     Raises:
         DataError: The file has disappeared or changed: checked before the first read, and once a second. Of remote
             files, this is checked when a part is downloaded.
     """
+    key = (file, make)
+    found: Closable | None = None
+    checked = 0.0
+    with _lock:
+        idle = _idle.pop(key, [])
+        if idle:
+            found, checked = idle.pop()
+        if idle:
+            _idle[key] = idle
+    _close_if_asked()
+    try:
+        if found is None or time.monotonic() - checked > CHECK_SECONDS:
+            filesystem, name = filesystem_of(file.url)
+            if is_local(filesystem):
+                with naming_errors(file):
+                    require_unchanged(file, filesystem, name)
+            checked = time.monotonic()
+        if found is None:
+            found = _open(file, make)
+        yield cast("C", found)  # what was made for this key before
+    except BaseException:
+        if found is not None:
+            _close([found])
+        raise
+    excess: list[Closable] = []
+    with _lock:
+        _idle[key] = [*_idle.pop(key, []), (found, checked)]
+        while sum(map(len, _idle.values())) > MOST_OPEN:  # close those that were not used for the longest time
+            _, oldest = _idle.popitem(last=False)
+            excess += [each for each, _ in oldest]
+    _close_if_asked()
+    _close(excess)
 
-    def open_file() -> C:
-        opened = OpenFile(file)
-        with naming_errors(file):
-            try:
-                return make(opened)
-            except BaseException:
-                opened.close()
-                raise
 
-    return kept_open((file, make), open_file, lambda: _check(file))
+def _open(file: File, make: Callable[[OpenFile], C]) -> C:
+    open_file = OpenFile(file)
+    with naming_errors(file):
+        try:
+            return make(open_file)
+        except BaseException:
+            open_file.close()
+            raise
 
 
 @contextlib.contextmanager
@@ -182,12 +228,31 @@ def naming_errors(file: File) -> Iterator[None]:
         raise DataError(f"{file.url} cannot be opened: {error}") from error
 
 
-def _itself(file: OpenFile) -> OpenFile:
-    return file
+def close_idle() -> None:
+    """Close the files that no thread is reading: a file that is removed takes space on its disk until it is closed.
+
+    Python may collect an abandoned epoch, which calls this, at any time, also while this thread holds the lock. So this
+    never waits for the lock: the thread that holds it closes the files afterwards.
+    """
+    global _is_closing
+    _is_closing = True
+    _close_if_asked()
 
 
-def _check(file: File) -> None:
-    filesystem, name = filesystem_of(file.url)
-    if is_local(filesystem):
-        with naming_errors(file):
-            require_unchanged(file, filesystem, name)
+def _close_if_asked() -> None:
+    """Close the idle files if this was asked for and no thread holds the lock."""
+    global _is_closing
+    while _is_closing and _lock.acquire(blocking=False):
+        try:
+            _is_closing = False
+            idle = [each for files in _idle.values() for each, _ in files]
+            _idle.clear()
+        finally:
+            _lock.release()
+        _close(idle)
+
+
+def _close(files: Iterable[Closable]) -> None:
+    for each in files:
+        with contextlib.suppress(Exception):  # what was wrong with it was raised by its reads
+            each.close()

@@ -13,10 +13,10 @@ from pyarrow import csv
 
 from hvdkit.cluster.logs import warn_once
 from hvdkit.data.aligned import Nest
-from hvdkit.data.files.columns import taken_columns, to_numpy
+from hvdkit.data.files.columns import to_numpy
 from hvdkit.data.files.formats import BlockRows, FileLayout, OnError
 from hvdkit.data.files.listing import File
-from hvdkit.data.files.records import RecordFormat, in_places, read_pieces
+from hvdkit.data.files.records import RecordFormat, read_pieces
 from hvdkit.data.files.storage import OpenFile, opened
 from hvdkit.errors import DataError, describe
 
@@ -36,12 +36,7 @@ def _about_quotes(line: bytes) -> str:
 
 
 class LineFormat(RecordFormat):
-    """Lines of text, each of which is an example.
-
-    Args:
-        header_lines: Number of lines at the start of each file to skip.
-        expects_newline: Whether a last line without a line end is an error.
-    """
+    """Lines of text, each of which is an example; ``expects_newline``: a last line without a line end is an error."""
 
     name = kind = "lines"
 
@@ -85,20 +80,9 @@ class LineFormat(RecordFormat):
         """Return lines with their ends, without byte-order marks at their starts."""
         return [_MARKS.sub(b"", piece).removesuffix(b"\n").removesuffix(b"\r") + b"\n" for piece in pieces]
 
-    def take(self, parts: Sequence[BlockRows], rows: int) -> Nest:
-        return in_places(parts, rows)
-
 
 class DelimitedFormat(LineFormat):
-    """Lines with the same number of values, separated by a delimiter.
-
-    Args:
-        columns: The name and dtype of each value.
-        delimiter: One character.
-        header_lines: Number of lines at the start of each file to skip.
-        fill: The value that replaces missing values, for each column that may have some.
-        expects_newline: Whether a last line without a line end is an error.
-    """
+    """Lines with equal numbers of values between delimiters; the arguments are those of ``hk.data.delimited``."""
 
     name = "delimited"
 
@@ -218,9 +202,6 @@ class DelimitedFormat(LineFormat):
             remedy = f"pass fill={{{name!r}: value}}, or a float dtype"
             raise TypeError(describe(f"column {name!r}", str(error), "a value in each line", remedy)) from None
 
-    def take(self, parts: Sequence[BlockRows], rows: int) -> Nest:
-        return taken_columns(parts, rows)
-
 
 CRITEO_COUNTS = 13
 CRITEO_CATEGORIES = 26
@@ -262,11 +243,7 @@ class CriteoFormat(DelimitedFormat):
 
 
 def _from_hex(texts: pa.BinaryArray) -> np.ndarray:
-    """Return the values of up to 8 hexadecimal digits each, int64; -1 for an empty text.
-
-    Raises:
-        TypeError: A text has other characters, or is longer.
-    """
+    """Return the values of up to 8 hexadecimal digits each, int64; -1 for an empty text; TypeError for other texts."""
     _, offsets, data = texts.buffers()
     ends = np.frombuffer(offsets, np.int32)[texts.offset : texts.offset + len(texts) + 1]
     lengths = np.diff(ends)

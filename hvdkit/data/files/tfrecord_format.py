@@ -16,9 +16,9 @@ import google_crc32c
 import numpy as np
 
 from hvdkit.data.aligned import Nest
-from hvdkit.data.files.formats import BlockRows, OnError
+from hvdkit.data.files.formats import BlockRows, OnError, taken
 from hvdkit.data.files.listing import File
-from hvdkit.data.files.records import Parse, Parser, RecordFormat, in_places
+from hvdkit.data.files.records import Parse, Parser, RecordFormat
 from hvdkit.data.files.storage import OpenFile
 from hvdkit.errors import DataError
 
@@ -88,7 +88,7 @@ class TFRecordFormat(RecordFormat):
         return contents
 
     def take(self, parts: Sequence[BlockRows], rows: int) -> Nest:
-        return self._parser(in_places(parts, rows))
+        return self._parser(taken(parts, rows))
 
 
 def is_header(data: bytes) -> bool:

@@ -2,6 +2,6 @@
 
 step_check.py       runs the steps within a program; the command runs the whole program, once on each number of ranks
 step_recording.py   records what the steps compute, as step_records.py keeps it
-step_comparison.py  decides which values differ; check_causes.py explains why
+step_comparison.py  decides which values differ, and explains why
 check_result.py     the table of verdicts
 """

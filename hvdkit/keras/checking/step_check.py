@@ -79,36 +79,23 @@ def check_step(
         True
     """
     check_all_ranks_call("hk.check_step")
-    batches = _checked(model, x, y, batch_size, steps)
+    size = _checked_batch_size(model, x, y, batch_size, steps)
+    x, y = tree.map_structure(lambda array: None if array is None else array[: steps * size], (x, y))
     many = StepRecorder(steps)
     with _restored(model), many.observing(model):
-        x, y = batches.data
-        fit(model, x, y, batches.size, shuffle=False, verbose=0, callbacks=[many], loss_scope=loss_scope)
+        fit(model, x, y, size, shuffle=False, verbose=0, callbacks=[many], loss_scope=loss_scope)
     one = StepRecorder(steps, start=many.recording)
     one.recording.ranks = 1
     with _restored(model), one.observing(model), _alone(model):
         method = keras_method(model, "fit")
-        method(x, y, batches.size, shuffle=False, verbose=0, callbacks=[one])
+        method(x, y, size, shuffle=False, verbose=0, callbacks=[one])
     result = compare_recordings(one.recording, many.recording)
     results = gather(cluster.exchange(), "hk.check_step", lambda: result)
     return next((each for each in results if not each.is_equal), results[0])
 
 
-class _Batches:
-    """The rows of the steps.
-
-    Attributes:
-        data: x and y.
-        size: rows per batch.
-    """
-
-    def __init__(self, data: tuple[Arrays, Arrays | None], size: int) -> None:
-        self.data = data
-        self.size = size
-
-
-def _checked(model: keras.Model, x: Arrays, y: Arrays | None, batch_size: int | None, steps: int) -> _Batches:
-    """Return the rows to train on. An error on one rank raises on all."""
+def _checked_batch_size(model: keras.Model, x: Arrays, y: Arrays | None, batch_size: int | None, steps: int) -> int:
+    """Return the rows per batch, after checking the arguments. An error on one rank raises on all."""
 
     def check() -> int:
         check_model(model)
@@ -129,8 +116,7 @@ def _checked(model: keras.Model, x: Arrays, y: Arrays | None, batch_size: int | 
         return size
 
     sizes = gather(cluster.exchange(), f"hk.check_step(steps={steps}, batch_size={batch_size})", check)
-    size = sizes[cluster.rank()]
-    return _Batches(tree.map_structure(lambda a: None if a is None else a[: steps * size], (x, y)), size)
+    return sizes[cluster.rank()]
 
 
 @contextlib.contextmanager

@@ -14,11 +14,11 @@ optimizer makes of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from hvdkit.keras.checking.check_causes import causes_of, notes_of
+from hvdkit.errors import listed
 from hvdkit.keras.checking.check_result import KINDS, ORDER, CheckResult, ComparedValue, Kind, Verdict
 from hvdkit.keras.checking.step_records import RecordedArray, Recording, StepRecord
 
@@ -27,6 +27,7 @@ _ARRAY_TOLERANCE = 1e-4
 _HALF_TOLERANCE = 2e-2
 _NOISE = 1e-6  # of the largest gradient of the model
 _HALF_NOISE = 4e-3
+_NAMES_SHOWN = 3
 
 
 def compare_recordings(one: Recording, many: Recording) -> CheckResult:
@@ -46,13 +47,12 @@ def compare_recordings(one: Recording, many: Recording) -> CheckResult:
             key = value.kind, value.name
             found[key] = _worse(found[key], value) if key in found else value
     values = sorted(found.values(), key=lambda each: KINDS.index(each.kind))
-    draws = one.draws or many.draws
-    if draws:
+    if one.draws or many.draws:
         values = [each._replace(verdict="random") if each.verdict == "different" else each for each in values]
     result = CheckResult(many.ranks, min(len(one.steps), len(many.steps)), values)
-    result.notes.extend(notes_of(one, many))
+    result.notes.extend(_notes(one, many))
     if any(each.verdict in ("different", "random") for each in values):
-        result.causes.extend(causes_of(one, many, values))
+        result.causes.extend(_causes(one, many, values))
     return result
 
 
@@ -111,19 +111,19 @@ class _Noise:
 
 
 def _arrays(step: int, first: StepRecord, second: StepRecord, noise: _Noise) -> Iterator[ComparedValue]:
-    groups: tuple[tuple[Kind, dict[str, RecordedArray], dict[str, RecordedArray]], ...] = (
-        ("gradient", first.gradients, second.gradients),
-        ("variable", first.variables, second.variables),
-        ("state", first.states, second.states),
-    )
-    for kind, ones, manys in groups:
+    kinds: dict[Kind, tuple[Mapping[str, RecordedArray], Mapping[str, RecordedArray]]] = {
+        "gradient": (first.gradients, second.gradients),
+        "variable": (first.variables, second.variables),
+        "state": (first.states, second.states),
+    }
+    for kind, (ones, manys) in kinds.items():
         for name in [*ones, *(name for name in manys if name not in ones)]:
             one = ones.get(name)
             many = manys.get(name)
             if one is None or many is None or one.values.size != many.values.size:
                 yield ComparedValue(kind, name, "different", step, math.inf)
-                continue
-            yield _compared(kind, name, step, one, many, noise)
+            else:
+                yield _compared(kind, name, step, one, many, noise)
 
 
 def _compared(
@@ -156,3 +156,80 @@ def _factor(one: np.ndarray, many: np.ndarray) -> float:
     factor = float(many @ one) / square
     residual = float(np.abs(many - factor * one).max())
     return factor if residual <= 1e-3 * float(np.abs(many).max(initial=0.0)) else math.nan
+
+
+# ---- notes and causes -----------------------------------------------------------------------------------------------
+
+
+def _notes(one: Recording, many: Recording) -> Iterator[str]:
+    """Yield what was not compared, or was changed to be comparable."""
+    if silenced := one.silenced or many.silenced:
+        yield f"switched off, as each rank draws its own random numbers: {listed(silenced, _NAMES_SHOWN)}"
+    if draws := one.draws or many.draws:
+        yield (
+            f"steps draw random numbers ({listed(draws, _NAMES_SHOWN)}), of which each rank has its own: differences "
+            "do not count as wrong; take them out for a comparison"
+        )
+    if not_compared := many.not_compared or one.not_compared:
+        yield f"not compared, as ranks hold parts of it: {listed(not_compared, _NAMES_SHOWN)}"
+
+
+def _causes(one: Recording, many: Recording, values: Iterable[ComparedValue]) -> Iterator[str]:
+    """Yield the likely causes, beginning with those that explain everything else."""
+    if one.first_rows and many.first_rows and one.first_rows != many.first_rows:
+        yield (
+            "the two runs read different rows in their first batch: seed what draws, splits or shuffles the data, "
+            "np.random.default_rng(0)"
+        )
+        return
+    if many.local_normalizations:
+        names = listed(many.local_normalizations, _NAMES_SHOWN)
+        yield f"BatchNormalization ({names}) uses the rows of its rank: pass synchronized=True"
+        return
+    if one.draws or many.draws:
+        return
+    different = [each for each in values if each.verdict == "different"]
+    first_step = min(each.step for each in different)
+    wrong = {kind: [each for each in different if (each.kind, each.step) == (kind, first_step)] for kind in KINDS}
+    names_of = {kind: listed([each.name for each in of_kind], _NAMES_SHOWN) for kind, of_kind in wrong.items()}
+    common = _common_factor(wrong["gradient"] or wrong["loss"])
+    reads_ranks = "or it contains hk.rank() or hk.size(): hk.fit averages gradients and losses itself"
+    if common is not None:
+        what = "every gradient" if wrong["gradient"] else "the loss"
+        yield (
+            f"{what} is {common:.4g} times that of one process: the loss is a sum over rows, or is divided by a fixed "
+            f"number of rows, {reads_ranks}; use the mean of the rows"
+        )
+    elif wrong["loss"]:
+        yield (
+            "the loss of a batch is not the mean of its rows' losses: compute it from hk.gather_rows(y_true) and "
+            f"hk.gather_rows(y_pred), {reads_ranks}"
+        )
+    elif wrong["gradient"]:
+        yield (
+            f"gradients differ ({names_of['gradient']}), but the loss does not: train_step computes them from "
+            "something else, such as a norm or a part of its rank's rows; pass what depends on rows through "
+            "hk.average_gradients or hk.gather_rows"
+        )
+    if wrong["variable"] and not wrong["gradient"]:
+        yield (
+            f"gradients are equal, but variables differ ({names_of['variable']}): a step assigns them without the "
+            "optimizer; compute what it assigns from hk.allreduce"
+        )
+    if wrong["state"]:
+        yield (
+            f"{names_of['state']}: updated from the rows of a rank; declare how ranks combine it, "
+            "hk.synchronize(variable, 'mean')"
+        )
+    if wrong["metric"]:
+        yield (
+            f"metric {names_of['metric']}: its value for a batch is not the mean of its rows' values: keep sums and "
+            f"counts in its variables, or compute it from hk.gather_rows, {reads_ranks}"
+        )
+
+
+def _common_factor(values: Sequence[ComparedValue]) -> float | None:
+    factors = [each.factor for each in values]
+    if not factors or any(math.isnan(factor) for factor in factors) or abs(factors[0] - 1) < 1e-3:
+        return None
+    return factors[0] if all(abs(factor - factors[0]) <= 2e-3 * abs(factors[0]) for factor in factors) else None

@@ -89,8 +89,8 @@ class StepRecorder(keras.callbacks.Callback):
         ]
         with contextlib.ExitStack() as stack:
             for layer in layers:
-                rates = {name: 0.0 for name in _RATES if isinstance(vars(layer).get(name), float)}
-                rates = {name: rate for name, rate in rates.items() if vars(layer)[name] > 0}
+                values = {name: vars(layer).get(name) for name in _RATES}
+                rates = {name: 0.0 for name, value in values.items() if isinstance(value, float) and value > 0}
                 if rates and isinstance(layer, _RANDOM_LAYERS):
                     stack.enter_context(swap_attributes(layer, **rates))
                     self.recording.silenced.append(layer.name)
