@@ -229,15 +229,23 @@ def _named(answers: Sequence[Answer], named: str, local: Sequence[Address]) -> N
     return Network(named, tuple(one.address for one in found))
 
 
+def _is_in(subnet: ipaddress.IPv4Network | ipaddress.IPv6Network, address: str) -> bool:
+    """Return False, too, if ``address`` is what a host reports that does not know its own."""
+    try:
+        return ipaddress.ip_address(address) in subnet
+    except ValueError:
+        return False
+
+
 def _subnet(answers: Sequence[Answer], names: set[str]) -> str:
     """Return the subnet that contains the addresses of all hosts."""
-    addresses = [ipaddress.ip_address(one) for answer in answers for one in (answer.client, answer.server)]
+    addresses = [one for answer in answers for one in (answer.client, answer.server)]
     for answer in answers:
         masks = [
             mask for found in answer.addresses.values() for address, mask in found if address == answer.server and mask
         ]
         for subnet in (ipaddress.ip_network(f"{answer.server}/{mask}", strict=False) for mask in masks):
-            if all(address in subnet for address in addresses):
+            if all(_is_in(subnet, address) for address in addresses):
                 return str(subnet)
     raise ClusterError(
         describe("--interface", " and ".join(sorted(names)), "one network that all hosts are in", "pass --interface")
