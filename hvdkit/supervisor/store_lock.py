@@ -153,7 +153,7 @@ class StoreLock(HeldLock):
             if found is None:
                 return
             if found != first:
-                raise CheckpointError(refusal(self._logdir, holder_of(found) or {}))
+                raise CheckpointError(refusal(self._logdir, holder_of(found)))
 
     def _beat(self) -> None:
         beat = 0
