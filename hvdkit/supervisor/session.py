@@ -322,7 +322,7 @@ class Supervisor:
         progress().at_step(now)
         self._agreements.loss = scalars.get("loss")
         if scalars and crosses(self._summaries.every, before, now):
-            self._summaries.write_means(scalars)
+            self._summaries.write_means(scalars, are_logs=prefetched)
         if self._detector is not None:
             if not self._has_compared:
                 self._has_compared = True

@@ -12,7 +12,7 @@ from hvdkit.checkpoint.files import RunPath
 from hvdkit.supervisor.messages import agree_on_scalars
 from hvdkit.supervisor.saved_state import Position, to_float
 from hvdkit.supervisor.store_summaries import open_summaries
-from hvdkit.supervisor.summaries import Summaries
+from hvdkit.supervisor.summaries import Summaries, numbers_in
 
 
 class SessionSummaries:
@@ -53,10 +53,16 @@ class SessionSummaries:
         if self._writer is not None:
             self._writer.image(self._position.step, name, images)
 
-    def write_means(self, scalars: Mapping[str, object]) -> None:
-        """Write the means of scalars over ranks. Every rank calls it."""
-        ranks = agree_on_scalars(lambda: {name: to_float(name, value) for name, value in scalars.items()})
-        self.scalars(**{name: math.fsum(values[name] for values in ranks) / len(ranks) for name in scalars})
+    def write_means(self, scalars: Mapping[str, object], *, are_logs: bool = False) -> None:
+        """Write the means of scalars over ranks, or of the numbers in Keras's logs. Every rank calls it."""
+
+        def numbers() -> dict[str, float]:
+            if are_logs:
+                return numbers_in(scalars)
+            return {name: to_float(name, value) for name, value in scalars.items()}
+
+        ranks = agree_on_scalars(numbers)
+        self.scalars(**{name: math.fsum(values[name] for values in ranks) / len(ranks) for name in ranks[0]})
 
     def flush(self) -> None:
         """Sync to disk: a run that resumes from a checkpoint must find the summaries of the steps before."""
