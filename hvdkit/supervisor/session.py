@@ -307,7 +307,7 @@ class Supervisor:
         Args:
             steps: number of steps.
             scalars: as for ``step``, of the last of them.
-            prefetched: whether ``data`` may be ahead of the steps.
+            prefetched: whether ``data`` may be ahead of the steps, as in ``fit``, whose logs may have arrays and text.
 
         Raises:
             CheckpointError, CollectiveMismatchError, NonFiniteError: as for ``step``.

@@ -121,7 +121,8 @@ class RunningSentinel(Sentinel):
         while (self._outputs or self.rank.connection is not None) and now < min(self._read_at + _DRAIN_SECONDS, until):
             self.turn(0.05)
             now = time.monotonic()
-            if self._are_children_running():  # on a busy host they wait for a core before they write
+            # On a busy host, children wait for a core before they write.
+            if now >= self._read_at + _DRAIN_SECONDS and self._are_children_running():
                 self._read_at = now
         processes.end_descendants()
         for file in list(self._outputs):  # a process that cannot be killed may still hold it
