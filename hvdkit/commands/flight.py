@@ -20,6 +20,7 @@ from hvdkit.watchdog.flight_recorder import CollectiveRecord
 _MAX_NAMED = 8
 _MAX_DRAWN = 16
 _COLUMNS = 60
+_SHORTEST = 0.1  # seconds that the drawing shows at least: a wait may have just begun, and clocks of hosts differ
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +124,8 @@ def timeline(file: FlightFile) -> list[str]:
     waits = {rank: [r.start for r in records if r.end is None] for rank, records in records_of.items()}
     if not any(waits.values()):
         return []
-    seconds = (file.ended - min(min(starts) for starts in waits.values() if starts)) * 4 / 3
+    waited = file.ended - min(min(starts) for starts in waits.values() if starts)
+    seconds = max(waited * 4 / 3, _SHORTEST)
     drawn = sorted(sorted(records_of, key=lambda rank: bool(waits[rank]))[:_MAX_DRAWN])
 
     def column(time: float) -> int:

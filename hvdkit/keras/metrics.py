@@ -47,20 +47,20 @@ class MetricAverage(CheckedCallback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._training: dict[str, float] = {}
-        self._validation: dict[str, float] = {}
+        self._training: dict[str, float | np.ndarray] = {}
+        self._validation: dict[str, float | np.ndarray] = {}
         self._fitting = self._compared = False
         self._local: list[tuple[keras.Variable, tf.Tensor]] = []
 
     @staticmethod
-    def results(model: keras.Model) -> dict[str, float]:
+    def results(model: keras.Model) -> dict[str, float | np.ndarray]:
         """Return the metrics of ``model`` combined over all ranks. Every rank must call it.
 
         Args:
             model: a compiled Keras model, after ``model.evaluate`` on this rank's data.
 
         Returns:
-            The results by name, the same on every rank.
+            The results by name, the same on every rank. A metric with several values, e.g. per class, gives an array.
 
         Examples:
             >>> import keras
@@ -79,7 +79,8 @@ class MetricAverage(CheckedCallback):
         local = [np.asarray(v) for v in variables]
         for variable, total in zip(variables, grouped_allreduce(local, Sum), strict=True):
             variable.assign(total)
-        results = {name: float(value) for name, value in model.get_metrics_result().items()}
+        arrays = {name: np.asarray(value) for name, value in model.get_metrics_result().items()}
+        results = {name: float(array) if array.ndim == 0 else array for name, array in arrays.items()}
         for variable, value in zip(variables, local, strict=True):
             variable.assign(value)
         return results
@@ -114,7 +115,7 @@ class MetricAverage(CheckedCallback):
             self._training = self.results(self.model)
             self.model.reset_metrics()
 
-    def on_test_end(self, logs: dict[str, float] | None = None) -> None:
+    def on_test_end(self, logs: dict[str, float | np.ndarray] | None = None) -> None:
         """Store the validation metrics, and write them to ``logs``, for later callbacks."""
         if self._fitting:
             self._validation = self.results(self.model)
@@ -122,7 +123,7 @@ class MetricAverage(CheckedCallback):
                 logs.update(self._validation)
             self._restore_local()
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, float | np.ndarray] | None = None) -> None:
         """Write the combined metrics to ``logs``, for later callbacks and History."""
         if not self._compared:
             self._compared = True

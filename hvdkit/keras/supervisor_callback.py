@@ -23,6 +23,7 @@ from hvdkit.keras.step_callbacks import stateful_callbacks
 from hvdkit.keras.supervised_fit import begin_supervision, end_supervision
 from hvdkit.sharding.shards import AnyVariable
 from hvdkit.supervisor.session import Supervisor
+from hvdkit.supervisor.summaries import numbers_in
 
 if TYPE_CHECKING:
     from hvdkit.data.batches import GlobalBatches
@@ -208,7 +209,7 @@ class SupervisorCallback(CheckedCallback):
         """Write the epoch's metrics, and continue ``fit`` after an epoch that an earlier run began."""
         if not self.model.stop_training:  # otherwise training stopped within the epoch
             self._epoch.begin(epoch + 1, self._session.global_step)
-        self._session.summary(**{f"epoch_{name}": value for name, value in (logs or {}).items()})
+        self._session.summary(**numbers_in({f"epoch_{name}": value for name, value in (logs or {}).items()}))
         if self._remaining_steps and self._data is not None and not self._session.preempted:
             self._remaining_steps = 0
             self._data.restore(self._data.state_at(self._session.global_step))  # the next pass starts here

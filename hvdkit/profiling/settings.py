@@ -50,7 +50,9 @@ class ProfileSettings:
         if not text:
             return None
         match = _FORMAT.fullmatch(text)
-        assert match is not None
+        if match is None:
+            remedy = f"write e.g. {VARIABLE}=runs/profile:{FIRST}-{LAST}"
+            raise ValueError(describe(VARIABLE, ascii(text), "a folder on one line", remedy))
         first = match["first"] or FIRST
         last = match["last"] or LAST
         try:

@@ -20,6 +20,7 @@ from hvdkit.supervisor.pace import Pace, crosses
 from hvdkit.supervisor.saved_state import to_float
 from hvdkit.supervisor.saver import Saver
 from hvdkit.supervisor.signals import StopSignals
+from hvdkit.supervisor.summaries import numbers_in
 from hvdkit.watchdog.reporter import reporter
 
 # An agreement takes about 50 microseconds; mpirun gives ranks 1 s from SIGTERM to SIGKILL, including the save.
@@ -158,14 +159,18 @@ def _differing_data(odd: Mapping[str, object], usual: Mapping[str, object]) -> t
     return f"other {', '.join(names)}", "the same data"
 
 
-def means_over_ranks(scalars: Mapping[str, object]) -> dict[str, float]:
-    """Return the means of the scalars that are passed to ``step``, which have the same names on all ranks."""
+def means_over_ranks(scalars: Mapping[str, object], *, are_logs: bool) -> dict[str, float]:
+    """Return the means of the scalars that are passed to ``step``, or of the numbers in Keras's logs."""
+
+    def numbers() -> dict[str, float]:
+        return numbers_in(scalars) if are_logs else {name: to_float(name, value) for name, value in scalars.items()}
+
     ranks = agree(
         cluster.exchange(),
-        lambda: {name: to_float(name, value) for name, value in scalars.items()},
+        numbers,
         "Supervisor.step: the scalars",
         "pass the same scalars on every rank",
         key=sorted,
         show=lambda odd, usual: (str(sorted(odd)), str(sorted(usual))),
     )
-    return {name: math.fsum(values[name] for values in ranks) / len(ranks) for name in scalars}
+    return {name: math.fsum(values[name] for values in ranks) / len(ranks) for name in ranks[0]}

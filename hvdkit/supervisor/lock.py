@@ -269,7 +269,7 @@ class StoreLock:
             if found is None:
                 return
             if found != first:
-                raise CheckpointError(_refusal(self._logdir, _holder_of(found) or {}))
+                raise CheckpointError(_refusal(self._logdir, _holder_of(found)))
 
     def _beat(self) -> None:
         beat = 0

@@ -303,7 +303,7 @@ class Supervisor:
         Args:
             steps: number of steps.
             scalars: as for ``step``, of the last of them.
-            prefetched: whether ``data`` may be ahead of the steps.
+            prefetched: whether ``data`` may be ahead of the steps, as in ``fit``, whose logs may have arrays and text.
 
         Raises:
             CheckpointError, CollectiveMismatchError, NonFiniteError: as for ``step``.
@@ -317,7 +317,7 @@ class Supervisor:
         now = self._position.step
         progress().at_step(now)
         if scalars and crosses(self._summary_steps, before, now):
-            means = means_over_ranks(scalars)
+            means = means_over_ranks(scalars, are_logs=prefetched)
             if self._summaries is not None:
                 self._summaries.scalars(now, **means)
         if self._detector is not None:

@@ -43,6 +43,8 @@ BUCKETS = 30
 
 # An event file is a TFRecord file: length (8 bytes) and its checksum (4), data, checksum (4).
 _FRAME_BYTES = 16
+_NO_NUMBERS = "OSUMmc"  # kinds of dtypes
+_MAX_ELEMENTS = 100  # of an array in logs of which each becomes a scalar
 _PREFIX = "events.out.tfevents."
 # TensorFlow's codes of failed writes; a full disk and an exhausted quota have the same.
 _ERRNO: Mapping[int, int] = {
@@ -320,14 +322,25 @@ def _new_path(folder: Path) -> Path:
     return folder / f"{_PREFIX}{stamp:010d}.{socket.gethostname()}.{os.getpid()}"
 
 
-def _on_host(value: npt.ArrayLike) -> np.ndarray:
+def _on_host(value: object) -> np.ndarray:
     # np.asarray alone doesn't convert a bfloat16 scalar tensor.
     return np.asarray(value.numpy() if hasattr(value, "numpy") else value)
 
 
+def numbers_in(logs: Mapping[str, object]) -> dict[str, float]:
+    """Return the numbers in Keras's logs, without text; those of an array by their index, e.g. ``f1/0``, ``f1/1``."""
+    found: dict[str, float] = {}
+    for name, value in logs.items():
+        array = _on_host(value)
+        if array.dtype.kind not in _NO_NUMBERS and array.size <= _MAX_ELEMENTS:
+            elements = np.ndenumerate(array.astype(np.float64))
+            found |= {"/".join([name, *map(str, index)]): float(element) for index, element in elements}
+    return found
+
+
 def _number(name: str, value: npt.ArrayLike) -> float:
     array = _on_host(value)
-    if array.size != 1 or array.dtype.kind in "OSUMmc":
+    if array.size != 1 or array.dtype.kind in _NO_NUMBERS:
         got = f"shape {array.shape}, {array.dtype}"
         raise TypeError(describe(name, got, "a single real number", "reduce it, e.g. to its mean"))
     return float(array.reshape(()))

@@ -24,8 +24,8 @@ from hvdkit.watchdog.rank_process import RankProcess
 from hvdkit.watchdog.settings import RUN_VARIABLE, SOCKET_VARIABLE
 
 _FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT)
-# Seconds for a program to end after the coordinator is gone. Seconds without output, and seconds in total, after which
-# children that outlive the program and hold its pipes are ended.
+# Seconds for a program to end after the coordinator is gone. Seconds without output and computation, and seconds in
+# total, after which children that outlive the program and hold its pipes are ended.
 _ORPHAN_SECONDS = 5.0
 _DRAIN_SECONDS = 0.3
 _CHILDREN_SECONDS = 2.0
@@ -117,12 +117,19 @@ class RunningSentinel(Sentinel):
         while (self._outputs or self.rank.connection is not None) and now < min(self._read_at + _DRAIN_SECONDS, until):
             self.turn(0.05)
             now = time.monotonic()
+            # On a busy host, children wait for a core before they write.
+            if now >= self._read_at + _DRAIN_SECONDS and self._are_children_running():
+                self._read_at = now
         processes.end_descendants()
         for file in list(self._outputs):  # a process that cannot be killed may still hold it
             os.set_blocking(file, False)
             for _ in range(_PIPE_BYTES // _READ_BYTES):
                 if not self._read(file):
                     break
+
+    def _are_children_running(self) -> bool:
+        found = map(processes.stat, processes.descendants(os.getpid()))
+        return any(process is not None and process.state in "RD" for process in found)
 
     def obey(self, order: Message) -> None:
         """Carry out an order of ``hvdkit run``."""

@@ -10,7 +10,7 @@ test costs less than a test per case: ``for dtype, n in printed(pairs(dtype=...,
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -85,13 +85,6 @@ def printed(cases: Iterable[Any]) -> Iterator[Any]:
     for case in cases:
         print(f"case: {case}")
         yield case
-
-
-def at_night(cases: Iterable[Any], *, but: Collection[Any]) -> list[Any]:
-    """Return test parameters that run in the nightly tier, except the cases in ``but``, which run in the test's own."""
-    listed = list(cases)
-    assert all(case in listed for case in but), but
-    return [pytest.param(case, marks=[pytest.mark.nightly] * (case not in but)) for case in listed]
 
 
 def some_at(ranks: Sequence[int], cases: Sequence[tuple[Any, ...]], every: int = 8) -> list[Any]:

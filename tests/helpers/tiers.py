@@ -17,7 +17,8 @@ test needs: no tier runs it on fewer ranks, and pytest without a tier skips it.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Collection, Iterable
+from typing import Any, Literal, get_args
 
 import pytest
 
@@ -78,3 +79,10 @@ def ranks_of(item: pytest.Item) -> tuple[int, ...]:
     if not mark.args or not all(isinstance(n, int) and 1 <= n <= 4 for n in mark.args):
         raise pytest.UsageError(f"{item.nodeid}: got ranks{mark.args}, expected numbers from 1 to 4, e.g. ranks(2, 3)")
     return mark.args
+
+
+def at_night(cases: Iterable[Any], *, but: Collection[Any]) -> list[Any]:
+    """Return test parameters that run in the nightly tier, except the cases in ``but``, which run in the test's own."""
+    listed = list(cases)
+    assert all(case in listed for case in but), but
+    return [pytest.param(case, marks=[pytest.mark.nightly] * (case not in but)) for case in listed]

@@ -103,7 +103,7 @@ def test_on_a_terminal_a_progress_bar_grows_below_the_lines(launcher, form):
     tag = "[rank 0] " if launcher else ""
     grown = [int(done) for done in re.findall(r"(\d+)/20(?:\x1b\[0m)? steps", written)]
     # rich writes a bar after it has drawn it: one of its thread may come after a newer one of the main thread.
-    assert grown[0] == 0 and grown[-1] == 20 and len(set(grown)) > 3, grown
+    assert grown[0] == 0 and grown[-1] == 20 and len(set(grown)) > 2, grown
     lines = [line for line in shown(written) if line]
     if launcher:
         assert STARTING.fullmatch(lines.pop(0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from helpers.jobs import MPI, run
-from helpers.pairwise import at_night
+from helpers.tiers import at_night
 
 PROGRAM = """
 import sys

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from helpers.jobs import run
-from helpers.pairwise import at_night
+from helpers.tiers import at_night
 
 SAVE = """
 import hvdkit as hk

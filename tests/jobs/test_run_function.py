@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from helpers.hosts import Hosts, missing
 from helpers.jobs import MARK, call, environment, marked
-from helpers.pairwise import at_night
 from helpers.speed import WAIT, wait_until
+from helpers.tiers import at_night
 
 import hvdkit as hk
 from hvdkit.commands.run.function_transfer import FUNCTION_VARIABLE

@@ -48,6 +48,25 @@ def test_metrics_count_every_sample_once(rank, size):
     assert hk.callbacks.MetricAverage.results(model)["mae"] == pytest.approx(expected["mae"], rel=1e-5)
 
 
+def test_a_metric_with_a_value_for_each_class(rank, size):
+    """Keras logs the array of such a metric."""
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(24, 2)).astype("f4")
+    y = np.eye(3, dtype="f4")[rng.integers(0, 3, 24)]
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, "softmax")])
+    metrics = [keras.metrics.F1Score(average=None, name="f1"), "accuracy"]
+    model.compile(hk.DistributedOptimizer(keras.optimizers.SGD(0.0)), "categorical_crossentropy", metrics=metrics)
+    callbacks = [hk.callbacks.BroadcastInitial(), hk.callbacks.MetricAverage()]
+    mine = slice(rank, None, size)
+    history = model.fit(
+        x[mine], y[mine], validation_data=(x[mine], y[mine]), callbacks=callbacks, batch_size=6, verbose=0
+    ).history
+    expected = model.evaluate(x, y, verbose=0, return_dict=True)
+    for name, value in expected.items():
+        np.testing.assert_allclose(history[name], [value], rtol=1e-5)
+        np.testing.assert_allclose(history[f"val_{name}"], [value], rtol=1e-5)
+
+
 def test_a_bad_loss_is_named_with_its_step_under_steps_per_execution():
     model = model_of(0.1, steps_per_execution=5)
     y = np.zeros((20, 1), "f4")

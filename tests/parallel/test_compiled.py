@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers.counting import counting
-from helpers.pairwise import at_night
+from helpers.tiers import at_night
 
 import hvdkit as hk
 from hvdkit.compiling import compiled_step, programs

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.pairwise import at_night
+from helpers.tiers import at_night
 
 import hvdkit as hk
 

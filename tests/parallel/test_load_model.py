@@ -10,8 +10,8 @@ import keras
 import numpy as np
 import pytest
 from helpers.as_one import same_values
-from helpers.pairwise import at_night
 from helpers.saved_models import X, Y, fit, model_of
+from helpers.tiers import at_night
 
 import hvdkit as hk
 from hvdkit.optimizer.mixins import DistributedMixin

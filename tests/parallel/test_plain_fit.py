@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers.as_one import raises_on_several
-from helpers.pairwise import at_night
+from helpers.tiers import at_night
 
 import hvdkit as hk
 from hvdkit.cluster.logs import warn_once

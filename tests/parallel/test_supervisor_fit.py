@@ -252,6 +252,33 @@ def test_the_epochs_metrics_are_written_once(parts, whole):
     assert all(curves[1][step] == curves[0][step] for step in curves[0])
 
 
+class Staged(keras.Sequential):
+    def train_step(self, data):
+        return {**super().train_step(data), "stage": tf.constant("first")}
+
+
+def test_logs_may_be_arrays_and_text(shared_path):
+    """A metric with a value for each class, and a step that returns text: the summaries have the numbers."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(24, 2)).astype("f4")
+    y = np.eye(3, dtype="f4")[rng.integers(0, 3, 24)]
+    model = Staged([keras.Input((2,)), keras.layers.Dense(3, "softmax")])
+    metrics = [keras.metrics.F1Score(average=None, name="f1")]
+    model.compile(keras.optimizers.SGD(0.1), "categorical_crossentropy", metrics=metrics)
+    keep = hk.callbacks.SupervisorCallback(shared_path, summary_steps=2)
+    history = hk.fit(model, x, y, validation_data=(x, y), batch_size=6, epochs=2, verbose=0, callbacks=[keep]).history
+    events = EventAccumulator(str(shared_path / "summaries"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("f1/2")] == [2, 4, 6, 8]
+    for index in range(3):
+        for name in ("f1", "val_f1"):
+            written = [event.value for event in events.Scalars(f"epoch_{name}/{index}")]
+            np.testing.assert_allclose(written, [values[index] for values in history[name]], rtol=1e-6)
+    assert not [tag for tag in events.Tags()["scalars"] if "stage" in tag]
+
+
 def test_a_fit_on_plain_arrays_goes_on_with_its_epoch(shared_path, caplog):
     def plain(after):
         keras.utils.set_random_seed(0)

@@ -117,9 +117,9 @@ def code_lines(text: str) -> int:
 
 
 def test_most_code_has_types():
-    """At most 15 uses of Any, or of a name for it, per 1,000 lines; at most 10 errors of mypy are ignored."""
+    """At most 15 uses of Any, or of aliases with it, per 1,000 lines; at most 10 errors of mypy are ignored."""
     texts = [path.read_text() for path in PACKAGE.rglob("*.py")]
-    names = {"Any"}.union(*(re.findall(r"^(\w+): TypeAlias = Any$", text, re.MULTILINE) for text in texts))
+    names = {"Any"}.union(*(re.findall(r"^(\w+): TypeAlias = .*\bAny\b", text, re.MULTILINE) for text in texts))
     assert names > {"Any"}
     nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
     uses = sum(isinstance(node, ast.Name) and node.id in names for node in nodes)

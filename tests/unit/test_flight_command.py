@@ -185,6 +185,9 @@ def test_the_timeline_shows_who_waits_and_who_does_not():
     assert drawn[1] == "rank 1 " + "▒" * 6 + "·" * 54
     assert drawn[2] == "rank 2 " + "·" * 60
     assert timeline(flights([record("a", 88.0, 89.0)])) == []
+    for start in (100.0, 100.2):  # at the end, or after it, as clocks of hosts differ
+        _, title, drawn = timeline(flights([record("a", start, None)]))
+        assert title.startswith("the last 0.1 s") and drawn == "rank 0 " + "·" * 59 + "█"
 
 
 def test_of_many_ranks_those_are_drawn_that_the_others_wait_for():

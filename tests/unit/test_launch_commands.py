@@ -290,6 +290,7 @@ def answer(host, server, name="eth0", client="10.0.0.1", mask="255.255.255.0"):
 def test_the_interface_between_hosts():
     mine = [Address("eth0", "10.0.0.1"), Address("docker0", "172.17.0.1"), Address("lo", "127.0.0.1")]
     one, two = answer("a", "10.0.0.2"), answer("b", "10.0.0.3")
+    unknown = replace(answer("c", "10.0.0.4", "ens3"), server="-")  # a host may not know its own address
     assert preflight.network([one, two], None, mine) == preflight.Network("eth0", ("10.0.0.1",))
     assert preflight.network([one, answer("b", "10.0.0.3", "ens3")], None, mine).interface == "10.0.0.0/24"
     assert preflight.network([one, two], "eth0", mine).addresses == ("10.0.0.1",)
@@ -297,6 +298,7 @@ def test_the_interface_between_hosts():
         (None, [answer("a", "172.17.0.2", client="172.17.0.1")], "got docker0, by which a is reached"),
         (None, [answer("a", "10.0.0.2", client="192.168.7.7")], "got 192.168.7.7"),
         (None, [one, answer("b", "10.9.0.3", "ens3")], "one network that all hosts are in"),
+        (None, [one, unknown, answer("b", "10.0.0.3", "ib0")], "one network that all hosts are in"),
         # The system may report an address without a netmask.
         (None, [answer("a", "10.0.0.2", mask=None), answer("b", "10.0.0.3", "ens3", mask=None)], "one network that"),
         ("lo", [one], "lo, which reaches no other host"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -129,6 +132,9 @@ def test_the_command_plans_what_its_words_say():
         plan(PlanConfig(tables=("items",)))
     with pytest.raises(ValueError, match="--memory: got lots"):
         plan(PlanConfig(tables=("items:3x2",), memory="lots"))
+    for latency in (-1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match=r"--latency-us: got .*, expected microseconds"):
+            plan(PlanConfig(measured=Path("m.json"), ranks="8", latency_us=latency))
 
 
 def test_few_wide_rows_are_cut_by_columns_where_that_fits():

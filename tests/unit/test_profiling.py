@@ -298,6 +298,8 @@ def test_what_the_variable_asks_for():
     for steps in ("2-9", "9-8"):
         with pytest.raises(ValueError, match=f"HVDKIT_PROFILE=x:{steps}: .*3 <= FIRST <= LAST"):
             ProfileSettings.from_environment({"HVDKIT_PROFILE": f"x:{steps}"})
+    with pytest.raises(ValueError, match=r"HVDKIT_PROFILE: got 'a\\nb', expected a folder on one line"):
+        ProfileSettings.from_environment({"HVDKIT_PROFILE": "a\nb"})
 
 
 def test_without_a_profile_a_step_costs_a_look_at_an_attribute():

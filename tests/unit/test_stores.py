@@ -338,6 +338,14 @@ def test_a_lock_without_a_process_is_treated_as_one_of_an_unknown_run(store, mon
         lock.release()
 
 
+def test_a_lock_that_another_program_changes_is_held(store, monkeypatch):
+    lock = store_lock.StoreLock(open_store(RUN, "logdir"))
+    lock._path.fs.pipe_file(lock._path.path, b"one")
+    monkeypatch.setattr("time.sleep", lambda seconds: lock._path.fs.pipe_file(lock._path.path, b"two"))
+    with pytest.raises(hk.CheckpointError, match="got s3://bucket/run, which another run writes to"):
+        lock.acquire()
+
+
 def test_events_of_repeated_steps_are_removed(store, tmp_path):
     for until in (4, 8):
         with hk.Supervisor(RUN, state={"a": 1}, save_model_secs=None, summary_steps=2) as supervisor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +74,8 @@ def plan(config: PlanConfig) -> Plan | Scaling:
     if config.measured is not None:
         bandwidth = None if config.bandwidth is None else bits_of(config.bandwidth)
         latency = None if config.latency_us is None else config.latency_us * 1e-6
+        if latency is not None and not 0 <= latency < math.inf:
+            raise ValueError(describe("--latency-us", config.latency_us, "microseconds, 0 or more", "pass e.g. 20"))
         ranks = doublings(first, int(match["last"] or first))
         return predict_scaling(Measurements.load(config.measured), ranks, bandwidth=bandwidth, latency=latency)
     tables = []

@@ -227,14 +227,22 @@ def _named(answers: Sequence[Answer], named: str, local: Sequence[Address]) -> N
     return Network(named, tuple(one.address for one in found))
 
 
+def _is_in(subnet: ipaddress.IPv4Network | ipaddress.IPv6Network, address: str) -> bool:
+    """Return False, too, if ``address`` is what a host reports that does not know its own."""
+    try:
+        return ipaddress.ip_address(address) in subnet
+    except ValueError:
+        return False
+
+
 def _subnet(answers: Sequence[Answer], names: set[str]) -> str:
     """Return the subnet that contains the addresses of all hosts."""
-    addresses = [ipaddress.ip_address(one) for answer in answers for one in (answer.client, answer.server)]
+    addresses = [one for answer in answers for one in (answer.client, answer.server)]
     for answer in answers:
         for address, mask in chain.from_iterable(answer.addresses.values()):
             if address == answer.server and mask:
                 subnet = ipaddress.ip_network(f"{address}/{mask}", strict=False)
-                if all(one in subnet for one in addresses):
+                if all(_is_in(subnet, one) for one in addresses):
                     return str(subnet)
     raise ClusterError(
         describe("--interface", " and ".join(sorted(names)), "one network that all hosts are in", "pass --interface")
