@@ -83,6 +83,15 @@ def ranks_of(item: pytest.Item) -> tuple[int, ...]:
 
 def at_night(cases: Iterable[Any], *, but: Collection[Any]) -> list[Any]:
     """Return test parameters that run in the nightly tier, except the cases in ``but``, which run in the test's own."""
+    return _marked(cases, but, pytest.mark.nightly)
+
+
+def after_core(cases: Iterable[Any], *, but: Collection[Any]) -> list[Any]:
+    """Return parameters of a core test that run in the tier after it, except the cases in ``but``."""
+    return _marked(cases, but, pytest.mark.full)
+
+
+def _marked(cases: Iterable[Any], but: Collection[Any], mark: pytest.MarkDecorator) -> list[Any]:
     listed = list(cases)
     assert all(case in listed for case in but), but
-    return [pytest.param(case, marks=[pytest.mark.nightly] * (case not in but)) for case in listed]
+    return [pytest.param(case, marks=[mark] * (case not in but)) for case in listed]

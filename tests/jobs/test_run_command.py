@@ -116,8 +116,14 @@ def test_the_first_rank_that_fails_is_named_and_nothing_is_left(tmp_path, failur
     ("failure", "end"),
     [
         ("print('ready')\nhk.init(", "1: SyntaxError: '(' was never closed"),
-        ("import no_such_module", "1: ModuleNotFoundError: No module named 'no_such_module'"),
-        ("print('ValueError: of a log', file=sys.stderr); print('the end', file=sys.stderr); sys.exit(1)", "1"),
+        pytest.param(
+            "import no_such_module", "1: ModuleNotFoundError: No module named 'no_such_module'", marks=pytest.mark.full
+        ),
+        pytest.param(
+            "print('ValueError: of a log', file=sys.stderr); print('the end', file=sys.stderr); sys.exit(1)",
+            "1",
+            marks=pytest.mark.full,
+        ),
         ("print('ValueError: of a log', file=sys.stderr); sys.exit(4)", "4"),
     ],
 )
@@ -137,7 +143,7 @@ def test_an_error_before_init_is_in_the_last_line_and_the_engine_is_silent(tmp_p
     [
         (signal.SIGTERM, 75),
         (signal.SIGINT, 130),
-        (signal.SIGKILL, -signal.SIGKILL),
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.full),
         pytest.param(signal.SIGUSR1, 75, marks=pytest.mark.nightly),
     ],
 )

@@ -38,7 +38,7 @@ hk.fit(model, x, x[:, :1], batch_size=64, epochs=last, verbose=0, callbacks=[Los
 """
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("hvdkit run", marks=pytest.mark.core)])
+@pytest.mark.parametrize("launcher", ["mpirun", "hvdkit run"])
 def test_a_killed_rank_and_a_save(tmp_path, launcher):
     (tmp_path / "train.py").write_text(PROGRAM)
     program = [sys.executable, "train.py", "once saved"]

@@ -55,7 +55,7 @@ def test_a_run_is_killed_stopped_continued_with_fewer_ranks_and_inspected(tmp_pa
     assert "training begins at step 0 (no checkpoint in " in output
 
     process = start(["mpirun", "--bind-to", "none", "-np"], 2, *flags)
-    until_saved(process, logdir, 200)
+    until_saved(process, logdir, 60)
     for rank in ranks_of(process):
         rank.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=WAIT)

@@ -20,7 +20,7 @@ import hvdkit as hk
 from hvdkit.checkpoint.folder import record_damage
 from hvdkit.sharding.partition import rows_of
 
-pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.core(2, 3)]
+pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.core(2)]
 EVERY_SIZE = pytest.mark.ranks(1, 2, 3, 4)
 
 GATHER = pytest.mark.parametrize("gather", [False, True], ids=["shared", "through the chief"])
@@ -110,6 +110,7 @@ def raises_on_every_rank(kind: type[Exception] | tuple[type[Exception], ...], ac
     return hk.allgather_object(str(caught.value))
 
 
+@pytest.mark.core(2, 3)
 @GATHER
 @EVERY_SIZE
 def test_everything_comes_back_to_the_bit(shared_path, gather):

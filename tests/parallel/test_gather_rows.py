@@ -9,7 +9,7 @@ from helpers.as_one import line, plain, ported, same_logs, same_weights
 import hvdkit as hk
 
 
-@pytest.mark.core
+@pytest.mark.core(2)
 @pytest.mark.ranks(2, 3)
 def test_values_and_gradients_are_those_of_the_own_rows(rank, size):
     counts = [(number + 1) % 3 for number in range(size)]  # one rank of three has none
@@ -33,7 +33,7 @@ def test_values_and_gradients_are_those_of_the_own_rows(rank, size):
     assert hk.gather_rows(tf.constant([rank > 0])).numpy().tolist() == [number > 0 for number in range(size)]
 
 
-@pytest.mark.core
+@pytest.mark.core(2)
 @pytest.mark.ranks(2, 3)
 def test_a_step_of_ones_own_has_the_loss_of_the_global_batch():
     class Decorrelated(keras.Model):

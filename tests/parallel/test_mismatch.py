@@ -8,7 +8,7 @@ from helpers.pairwise import printed
 
 import hvdkit as hk
 
-pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.core]
+pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.core(2)]
 
 LARGE = 20_000
 
@@ -106,6 +106,7 @@ BAD_ARGUMENTS = {
 }
 
 
+@pytest.mark.core(2, 3)
 @pytest.mark.ranks(1, 2, 3)
 def test_bad_arguments_are_an_error_on_every_rank(rank, size):
     """If one rank is at fault, it gets the specific error, and the other ranks one that names that rank."""

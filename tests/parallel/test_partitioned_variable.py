@@ -9,7 +9,7 @@ from helpers.pairwise import printed
 
 import hvdkit as hk
 
-pytestmark = [pytest.mark.ranks(1, 2, 3, 4), pytest.mark.core(1, 2, 3)]
+pytestmark = [pytest.mark.ranks(1, 2, 3, 4), pytest.mark.core(2)]
 
 PARTITIONS = ["div", "mod"]
 

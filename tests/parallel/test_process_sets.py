@@ -12,7 +12,7 @@ from helpers.pairwise import pairs, printed
 
 import hvdkit as hk
 
-pytestmark = [pytest.mark.ranks(1, 2, 3, 4), pytest.mark.core]
+pytestmark = [pytest.mark.ranks(1, 2, 3, 4), pytest.mark.core(1, 2, 4)]
 
 OVER_MPI = hk.cluster.exchange().over_mpi
 SMALL, LARGE = 3, 20_000

@@ -14,7 +14,7 @@ import tensorflow as tf
 import hvdkit as hk
 
 layers = keras.layers
-pytestmark = [pytest.mark.core(2), pytest.mark.ranks(1, 2, 3)]
+pytestmark = pytest.mark.ranks(1, 2, 3)
 
 ROWS = 22  # batches of 7, 7, 7 and 1 rows: uneven shares, and a last batch with fewer rows than ranks
 OPTIONS = {"batch_size": 7, "epochs": 2, "shuffle": False, "verbose": 0}
@@ -170,6 +170,7 @@ def compare_views(kind, rng, rate):
     compare(build, first, second)
 
 
+@pytest.mark.core(2)
 def test_simclr(rng):
     compare_views(SimCLR, rng, 0.1)
 
@@ -290,6 +291,7 @@ class Segmentation(keras.Model):
         return {"dice_loss": self.loss_tracker.result()}
 
 
+@pytest.mark.core(2)
 def test_dice_in_a_train_step(rng):
     x = rng.random((ROWS, 6, 6, 1)).astype("float32")
     y = (x > rng.random((ROWS, 1, 1, 1))).astype("float32")
@@ -382,6 +384,7 @@ def test_gradients_that_a_step_sums_over_batches(rng):
         assert difference(mine, theirs) <= TOLERANCE
 
 
+@pytest.mark.core(2)
 def test_a_gan_by_train_on_batch(rng):
     images_of_digits = images(rng)
     noise = rng.normal(size=(2, ROWS, 3)).astype("float32")

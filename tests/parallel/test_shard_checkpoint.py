@@ -86,7 +86,7 @@ def test_a_save_reads_each_row_of_stacked_tables_once(shared_path, monkeypatch):
 
 @pytest.mark.core(2)
 @pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize(("plan", "gather"), [("rows", True), ("mixed", False)])
+@pytest.mark.parametrize(("plan", "gather"), [("rows", True), pytest.param("mixed", False, marks=pytest.mark.full)])
 def test_a_restored_model_trains_on_as_if_never_stopped(plan, gather, shared_path, rank):
     model, optimizer = trained(plan, range(3))
     path = hk.checkpoint.save(shared_path / "step-3", {"model": model, "optimizer": optimizer}, gather=gather)

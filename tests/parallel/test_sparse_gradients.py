@@ -75,7 +75,7 @@ def both_ways(call):
     yield tf.function(call, autograph=False)()
 
 
-@pytest.mark.core
+@pytest.mark.core(1, 2)
 def test_rows_are_summed_within_and_over_ranks(rank, size):
     for op, table, used in printed(pairs(op=[hk.Average, hk.Sum], table=[*TABLES], used=[*USED])):
         by_rank = gradients(size, table, used)

@@ -8,7 +8,7 @@ from helpers.as_one import same_values
 
 import hvdkit as hk
 
-pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.core]
+pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.core(1, 2)]
 
 DTYPES = ["float16", "bfloat16", "float32", "float64", "uint8", "int8", "uint16", "int16", "uint32", "int32", "int64"]
 

@@ -107,6 +107,7 @@ class Look:
         return True
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("works", [True, False])
 def test_a_rank_whose_other_threads_compute_does_not_hang(start, works):
     """If the graph contains the loop over all steps, the thread that called it sleeps."""
@@ -121,6 +122,7 @@ def test_a_rank_that_sleeps_in_a_collective_is_idle_since_it_began(start):
     assert Look(child.pid, threads, waiting=3).rests()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", CHILDREN)
 def test_a_rank_whose_child_process_works_does_not_hang(start, what):
     """The chief waits for `tar` or an upload, with all its threads asleep."""
@@ -268,6 +270,7 @@ def test_a_rank_was_not_idle_while_its_sentinel_was_stopped_too(watched):
     sentinel.selector.close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("missing", ["schedstat", "children"])
 def test_kernels_without_all_files_show_as_much(start, monkeypatch, missing):
     child, _ = start(CHILD, CHILDREN["its child computes"])

@@ -23,6 +23,7 @@ import pytest
 import tensorflow as tf
 import xxhash
 from helpers.data_files import COLUMNS, FORMATS, damage, write_tfrecord
+from helpers.tiers import after_core
 
 import hvdkit as hk
 from hvdkit.data import GlobalBatches
@@ -71,7 +72,7 @@ def test_a_file_that_was_cut_anywhere_is_named(name, tmp_path):
             assert name in LINES and set(found) <= set(range(100))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", after_core(FORMATS, but=["tfrecord"]))
 def test_flipped_bits_are_named_or_harmless(name, tmp_path):
     path, (_, read, check) = written(tmp_path, name), FORMATS[name]
     whole, draw = path.read_bytes(), random.Random(1)
@@ -453,6 +454,7 @@ def test_several_writers_at_once(tmp_path):
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted([path.name, cache_of(tmp_path).name])
 
 
+@pytest.mark.full
 def test_a_disk_that_is_full_costs_the_cache_only(tmp_path):
     path = written(tmp_path, "delimited", range(5000))
     program = f"""
@@ -488,6 +490,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
 # ---- many files ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("large", [2**18, 0])
 def test_many_files_need_few_descriptors(tmp_path, large, monkeypatch):
     monkeypatch.setattr(offsets, "_LARGE_CACHE", large)

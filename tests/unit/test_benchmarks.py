@@ -178,6 +178,7 @@ def test_processes_that_fail_take_too_long_or_have_children():
     assert not marked()
 
 
+@pytest.mark.full
 def test_an_interrupt_leaves_nothing_behind(tmp_path):
     """Ctrl-C reaches the harness while a run's process, and its child in another session, are working."""
     script = f"""

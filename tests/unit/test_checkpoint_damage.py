@@ -114,6 +114,7 @@ def test_a_step_without_a_readable_manifest_is_damaged_and_stays(tmp_path, capsy
     capsys.readouterr()
 
 
+@pytest.mark.full
 def test_a_save_to_the_name_of_a_damaged_step_keeps_what_was_there(tmp_path):
     for what, run in damaged(tmp_path):
         before = {name[len(step_name(3)) :]: x for name, x in contents(run).items() if name.startswith(step_name(3))}
@@ -338,6 +339,7 @@ def test_a_step_other_than_the_folders_is_damage(tmp_path, caplog):
     assert f"{step_name(9)}/manifest.json: step: got 2, expected 9, as in the folder's name" in caplog.text
 
 
+@pytest.mark.full
 def test_a_value_of_the_wrong_type_costs_one_checkpoint(tmp_path, caplog):
     wrong = [
         ("position", "x"),

@@ -221,6 +221,7 @@ def few_files():
         yield
 
 
+@pytest.mark.full
 def test_more_shards_than_a_process_may_open_files(tmp_path, few_files):
     size = 2 * OPEN_FILES + 71
     path = save_as(tmp_path / step_name(20), size=size, rows=size + 3)

@@ -244,6 +244,7 @@ def test_a_reader_that_stops_reading_gets_no_traceback():
     assert (result.returncode, result.stderr) == (1, "")
 
 
+@pytest.mark.full
 def test_closed_and_full_standard_files_are_no_defect_of_hvdkit():
     """``hvdkit ... >&-``, as cron and some supervisors start commands, and output to a full disk."""
     commands = {"--version": 0, "plan --help": 0, "wrong": 2, "plan --wrong": 2, "run --dry-run -np 2 -- true": 0}
@@ -269,6 +270,7 @@ def test_closed_and_full_standard_files_are_no_defect_of_hvdkit():
                     assert "cannot write the output (No space left on device)" in done.stderr, said
 
 
+@pytest.mark.full
 def test_children_of_a_command_without_standard_files_do_not_write_into_its_pipes():
     """Without descriptors 0 to 2, the next pipes would get these numbers."""
     code = (

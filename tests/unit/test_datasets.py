@@ -25,6 +25,7 @@ from hvdkit.data import GlobalBatches
 # ---- digits, synthetic images, tables ------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_digits_are_split_by_class_and_by_seed():
     data = load_digits()
     assert data.x_train.shape == (1437, 32, 32, 3) and data.x_test.shape == (360, 32, 32, 3)
@@ -35,6 +36,7 @@ def test_digits_are_split_by_class_and_by_seed():
     assert not np.array_equal(data.y_test, load_digits(seed=1).y_test)
 
 
+@pytest.mark.full
 def test_digits_lie_within_the_central_crop_and_keep_their_pixels():
     from sklearn.datasets import load_digits as load
 
@@ -52,6 +54,7 @@ def test_digits_lie_within_the_central_crop_and_keep_their_pixels():
     assert distances.max() < 4
 
 
+@pytest.mark.full
 def test_synthetic_images_come_from_the_seed_and_can_be_learnt():
     data = synthetic_images(train=1500, test=300, classes=7, seed=3)
     assert data.x_train.shape == (1500, 32, 32, 3) and data.x_train.dtype == np.uint8
@@ -183,6 +186,7 @@ def distorted(images, seed=(3, 4), first_row=0, size=12, **options):
     ).numpy()
 
 
+@pytest.mark.full
 def test_distortion_does_not_depend_on_the_number_of_ranks():
     for size in (1, 2, 3, 5):
         with case(size=size):
@@ -236,6 +240,7 @@ def test_evaluation_takes_the_centre():
     assert np.all(even == 0)
 
 
+@pytest.mark.full
 def test_distortion_in_a_graph_takes_any_number_of_rows():
     @tf.function(input_signature=[tf.TensorSpec([None, 32, 32, 3], tf.uint8), tf.TensorSpec([2], tf.int64)])
     def distort(images, seed):

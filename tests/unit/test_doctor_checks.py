@@ -52,6 +52,7 @@ def test_an_mpirun_of_another_mpi(here):
         assert found.status == status and "first on PATH" in found.remedy, of
 
 
+@pytest.mark.full
 def test_horovodrun_with_open_mpi_5(here):
     program = MpiLauncher("/opt/bin/mpirun", True, Mpi("Open MPI", "5.0.6"))
     found = mpi_checks.horovodrun(dataclasses.replace(here, mpirun=program))

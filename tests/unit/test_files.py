@@ -23,6 +23,7 @@ from helpers.data_files import (
     write_parquet,
     write_tfrecord,
 )
+from helpers.tiers import after_core
 
 import hvdkit as hk
 from hvdkit.data import GlobalBatches
@@ -72,7 +73,7 @@ def test_a_state_of_other_files_is_refused(files, tmp_path):
 # ---- what is read --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["tfrecord", "delimited", "npy"])
+@pytest.mark.parametrize("name", after_core(["tfrecord", "delimited", "npy"], but=["delimited"]))
 def test_a_rank_reads_its_part_only(tmp_path, name, monkeypatch):
     write, read, check = FORMATS[name]
     write(tmp_path / "part", range(40_000))
@@ -494,6 +495,7 @@ def test_a_pattern_finds_names_that_go_on_with_an_underscore_or_a_dot(tmp_path):
     assert [Path(file.url).name for file in list_files(tmp_path / "_tr*")] == ["_train.parquet"]
 
 
+@pytest.mark.full
 def test_the_size_of_row_groups_is_that_in_memory(tmp_path):
     rows = 50_000
     table = pa.table({"text": ["x" * 1000] * rows, "zero": np.zeros(rows, np.int64), "list": [[1.0, 2.0]] * rows})

@@ -279,6 +279,7 @@ def start():
         process.wait()
 
 
+@pytest.mark.full
 def test_what_is_read_while_another_process_writes_is_whole(start):
     process, reader = start("writes")
     until, found, last = time.monotonic() + 3.0, 0, 0

@@ -165,6 +165,7 @@ def test_forged_manifests_are_damage(whole, tmp_path):
             )
 
 
+@pytest.mark.full
 def test_forged_headers_are_damage(whole, tmp_path):
     shard = "shard-00000-of-00002.safetensors"
     with bounded_memory():
@@ -203,6 +204,7 @@ def test_sizes_that_a_file_claims_are_not_believed(one, monkeypatch):
                 hk.checkpoint.verify(one)
 
 
+@pytest.mark.full
 def test_json_with_more_arrays_than_its_length_explains(one, tmp_path, monkeypatch):
     """``[[],[],...]`` of 30 MB would take 900 MB and most of a minute."""
     manifest = (one / NAME).read_bytes()

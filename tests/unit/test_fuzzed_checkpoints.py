@@ -51,6 +51,7 @@ def change_of(data: st.DataObject, content: dict[str, Any]) -> None:
         content.update(changed)
 
 
+@pytest.mark.full
 @examples()
 @given(st.data(), st.sampled_from(FILES))
 def test_random_changes_give_right_values_or_an_error_that_names_the_file(whole, tmp_path_factory, data, name):
@@ -103,6 +104,7 @@ class State:
         return {"w": self.weight, "random": [*self.generators, self.seed], "position": self.position, "v": self.values}
 
 
+@pytest.mark.full
 @examples()
 @given(st.data(), st.sampled_from([NAME, "shard-00000-of-00001.safetensors"]))
 def test_random_changes_are_restored_or_an_error_that_names_the_checkpoint(saved_run, tmp_path_factory, data, name):

@@ -64,6 +64,7 @@ def outcome(path: Path, name: str, **options) -> str | None:
     return None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", FORMATS)
 def test_random_changes_of_a_file_give_right_values_or_an_error_that_names_it(wholes, tmp_path_factory, name):
     @examples()
@@ -173,6 +174,7 @@ WRONG = {
 HEADS = {"Content-Length": st.none() | NUMBERS.map(str) | LINES, "ETag": st.none() | LINES}
 
 
+@pytest.mark.full
 @examples(10)
 @given(st.fixed_dictionaries({}, optional=WRONG), st.fixed_dictionaries({}, optional=HEADS))
 @example({"shift": -64}, {})

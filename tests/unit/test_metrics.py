@@ -286,6 +286,7 @@ def test_scrapers_that_misbehave_disturb_nobody(served):
     assert "a 1\n" in scraped(url)
 
 
+@pytest.mark.full
 def test_a_connection_that_does_nothing_is_closed(served, monkeypatch):
     address, _ = served
     with socket.create_connection(address, WAIT) as idle:

@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 from helpers.as_one import same_values
 from helpers.cases import case
+from helpers.tiers import after_core
 
 import hvdkit as hk
 
@@ -126,6 +127,7 @@ def check_copy(plain, steps_before):
     assert named == expected
 
 
+@pytest.mark.full
 def test_weights_move_between_plain_and_distributed_optimizers():
     for name, make in MAKERS.items():
         with case(name=name):
@@ -156,7 +158,7 @@ def check_weights_move(make):
         back.load_own_variables({})
 
 
-@pytest.mark.parametrize("shard_states", [False, True])
+@pytest.mark.parametrize("shard_states", after_core([False, True], but=[True]))
 def test_models_are_saved_with_their_optimizer(shard_states, tmp_path):
     def model_of(optimizer):
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, kernel_initializer="ones")])
@@ -483,6 +485,7 @@ def test_tensorflow_and_keras_variables_together():
     np.testing.assert_allclose(variable.numpy(), other.numpy())
 
 
+@pytest.mark.full
 def test_weights_are_swapped_with_their_averages():
     """As with Keras's own optimizer, validation uses the averages, and training continues with the weights."""
     x, y = np.ones((4, 2), "f4"), np.zeros((4, 1), "f4")

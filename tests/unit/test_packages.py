@@ -76,6 +76,7 @@ def test_the_source_archive_holds_every_file(dist: tuple[Path, Path]) -> None:
     assert {name for name in members if name.split("/")[0] not in GENERATED} == archived()
 
 
+@pytest.mark.full
 def test_the_wheel_holds_the_files_of_the_package_only(dist: tuple[Path, Path]) -> None:
     with zipfile.ZipFile(dist[1]) as archive:
         names = {name for name in archive.namelist() if not name.startswith(f"hvdkit-{__version__}.dist-info/")}
@@ -104,6 +105,7 @@ def test_metadata(metadata: Message) -> None:
     assert isinstance(body, str) and "source archive" in body.split("\n# hvdkit")[0]
 
 
+@pytest.mark.full
 def test_twine_accepts_both(dist: tuple[Path, Path]) -> None:
     command = [sys.executable, "-m", "twine", "check", "--strict", *map(str, dist)]
     done = subprocess.run(command, capture_output=True, text=True)

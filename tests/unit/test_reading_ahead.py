@@ -75,6 +75,7 @@ def test_a_block_that_cannot_be_read_is_read_again():
     assert cache.get(0, 1) == 0
 
 
+@pytest.mark.full
 def test_threads_of_abandoned_epochs_end(folder):
     source = hk.data.parquet(folder)
     before, started = set(threading.enumerate()), set()
@@ -170,7 +171,11 @@ sys.exit(1)
 
 @pytest.mark.parametrize(
     ("ending", "said"),
-    [(INTERRUPTED, "interrupted"), (FAILED, "in the step"), (FORKED, "got a process forked within an epoch")],
+    [
+        pytest.param(INTERRUPTED, "interrupted", marks=pytest.mark.full),
+        (FAILED, "in the step"),
+        pytest.param(FORKED, "got a process forked within an epoch", marks=pytest.mark.full),
+    ],
 )
 def test_a_program_ends_while_files_are_read(folder, ending, said):
     program = [sys.executable, "-c", PROGRAM + ending, str(folder)]
@@ -178,6 +183,7 @@ def test_a_program_ends_while_files_are_read(folder, ending, said):
     assert ended.returncode == 1 and said in ended.stderr, ended.stderr
 
 
+@pytest.mark.full
 def test_a_forked_process_does_not_read_array_records(folder):
     program = """
 import os, sys

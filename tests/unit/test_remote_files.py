@@ -165,6 +165,7 @@ def ids(source, **options):
 EXPECTED = np.arange(ROWS).reshape(-1, 1000).tolist()
 
 
+@pytest.mark.full
 def test_a_server_that_fails_to_give_sizes_is_asked_again(server):
     server.refusals = 2  # fsspec asks in two ways
     source = hk.data.parquet(server.url("a.parquet"))
@@ -191,6 +192,7 @@ def test_a_server_that_does_not_answer_is_named(server):
         ids(source, epochs=1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_a_server_that_fails_is_asked_again(server, status):
     server.status, server.failures = status, 6
@@ -198,6 +200,7 @@ def test_a_server_that_fails_is_asked_again(server, status):
     assert server.failures == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("manner", ["half", pytest.param("slowly", marks=pytest.mark.nightly)])
 def test_a_server_that_is_stuck_is_named(server, manner, monkeypatch):
     monkeypatch.setenv("HVDKIT_DATA_TIMEOUT_SECONDS", "0.5")
@@ -227,6 +230,7 @@ for _ in batches:
 """
 
 
+@pytest.mark.full
 def test_a_program_ends_while_a_server_is_stuck(server, monkeypatch):
     np.save(server.folder / "a.npy", np.zeros((20, 2**21 // 8)))
     monkeypatch.setenv("HVDKIT_DATA_TIMEOUT_SECONDS", str(100 * WAIT))
@@ -294,6 +298,7 @@ def ids_of_array(source):
     return np.concatenate([*GlobalBatches(source, 1024, rank=0, size=1, epochs=1)]).tolist()
 
 
+@pytest.mark.full
 def test_a_server_that_has_no_tags_is_asked_for_the_time(server, stored):
     server.has_tags = False
     url, path = stored[0], server.folder / "bucket" / "a.npy"
@@ -311,6 +316,7 @@ def test_a_file_that_changes_under_the_run_is_named(server):
         ids(source, epochs=1)
 
 
+@pytest.mark.full
 def test_a_listing_that_is_not_answered_is_named(monkeypatch):
     monkeypatch.setenv("HVDKIT_DATA_TIMEOUT_SECONDS", "0.5")
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -328,6 +334,7 @@ def test_patterns_and_pages_of_links(server):
         assert ids(source, epochs=1) == 2 * EXPECTED, paths
 
 
+@pytest.mark.full
 def test_signed_urls_have_no_wildcards(server):
     os.link(server.folder / "a.parquet", server.folder / "a.parquet?key=[1]")
     assert ids(hk.data.parquet(server.url("a.parquet?key=[1]")), epochs=1) == EXPECTED
@@ -345,6 +352,7 @@ def test_arrays_are_read_in_ranges(server):
             np.testing.assert_array_equal(mine, batch, str(order))
 
 
+@pytest.mark.full
 def test_damaged_remote_arrays_are_named(server):
     np.save(server.folder / "a.npy", np.zeros((100, 3)))
     whole = (server.folder / "a.npy").read_bytes()
@@ -395,12 +403,14 @@ def test_settings_are_checked_at_the_start(server):
                 hk.data.parquet(server.url("a.parquet"))
 
 
+@pytest.mark.full
 def test_a_cache_of_size_0_keeps_nothing(server, cache, monkeypatch):
     monkeypatch.setenv("HVDKIT_DATA_CACHE_GB", "0")
     assert ids(hk.data.parquet(server.url("a.parquet")), epochs=1) == EXPECTED
     assert not [path for path in cache.iterdir() if path.is_file()]
 
 
+@pytest.mark.full
 def test_a_full_disk_costs_the_cache_only(server, cache):
     program = f"""
 import resource, signal
@@ -415,6 +425,7 @@ assert np.array_equal(hk.data.parquet({server.url("a.parquet")!r}).read(rows)["i
     assert not [path for path in cache.iterdir() if path.is_file()]
 
 
+@pytest.mark.full
 def test_a_cache_of_another_user_is_read(server, cache, monkeypatch):
     source = hk.data.parquet(server.url("a.parquet"))
     assert ids(source, epochs=1) == EXPECTED
@@ -427,12 +438,14 @@ def test_a_cache_of_another_user_is_read(server, cache, monkeypatch):
     assert ids(source, epochs=1) == EXPECTED and server.requests == before
 
 
+@pytest.mark.full
 def test_a_cache_that_is_removed_under_the_run_is_made_again(server, cache):
     source = hk.data.parquet(server.url("a.parquet"))
     shutil.rmtree(cache)
     assert ids(source, epochs=1) == EXPECTED and [path for path in cache.iterdir() if path.is_file()]
 
 
+@pytest.mark.full
 def test_a_damaged_chunk_is_read_from_the_server_again(server, cache):
     source = hk.data.parquet(server.url("a.parquet"))
     assert ids(source, epochs=1) == EXPECTED
@@ -444,6 +457,7 @@ def test_a_damaged_chunk_is_read_from_the_server_again(server, cache):
     assert ids(source, epochs=1) == EXPECTED
 
 
+@pytest.mark.full
 def test_what_killed_processes_left_is_swept(server, cache, monkeypatch):
     cache.mkdir()
     old, new = cache / f".{'a' * 32}.01234567", cache / f".{'a' * 32}.89abcdef"
@@ -473,6 +487,7 @@ def test_chunks_are_read_once_and_kept_up_to_a_limit(server, cache, monkeypatch)
     assert sum(path.stat().st_size for path in cache.iterdir()) <= 100_000 + 2 * 2**14
 
 
+@pytest.mark.full
 def test_a_cache_that_cannot_be_written_is_left_out(server, cache, caplog):
     cache.parent.mkdir(exist_ok=True)
     cache.write_text("a file, not a folder")
@@ -480,6 +495,7 @@ def test_a_cache_that_cannot_be_written_is_left_out(server, cache, caplog):
     assert "data cache: cannot write" in caplog.text
 
 
+@pytest.mark.full
 def test_a_file_that_disappears_is_named(server):
     source = hk.data.parquet(server.url("a.parquet"))
     (server.folder / "a.parquet").unlink()
@@ -521,6 +537,7 @@ def test_an_s3_server(tmp_path, monkeypatch):
         server.stop()
 
 
+@pytest.mark.full
 def test_pages_of_common_servers(server):
     (server.folder / "sub").mkdir()
     write(server.folder / "sub" / "b.parquet")

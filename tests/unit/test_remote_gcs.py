@@ -167,6 +167,7 @@ OTHER_ANSWERS = {
 }
 
 
+@pytest.mark.full
 def test_an_answer_of_another_range_or_generation_is_an_error(store):
     assert values(hk.data.npy(URL)) == [*range(ROWS)] and store.requests > 8
     for manner, text in OTHER_ANSWERS.items():
@@ -183,6 +184,7 @@ def test_an_answer_of_another_range_or_generation_is_an_error(store):
         assert store.requests <= asked * (1 + 2 * reading_ahead.threads()), manner
 
 
+@pytest.mark.full
 def test_an_object_that_is_replaced_by_one_of_the_same_size_is_named(store):
     source = hk.data.npy(URL)
     np.save(store.path, np.arange(ROWS) + 1)
@@ -192,6 +194,7 @@ def test_an_object_that_is_replaced_by_one_of_the_same_size_is_named(store):
     assert values(hk.data.npy(URL)) == [*range(1, ROWS + 1)]
 
 
+@pytest.mark.full
 def test_an_object_that_does_not_exist_is_named(store):
     with pytest.raises((hk.DataError, ValueError, FileNotFoundError), match=r"gs://bucket/day/b\.npy"):
         hk.data.npy("gs://bucket/day/b.npy")

@@ -112,6 +112,7 @@ def test_a_new_sentinel_learns_that_the_rank_is_busy():
     assert done.stdout.strip() == "['Connect', 'Training', 'Busy']", done
 
 
+@pytest.mark.full
 def test_a_stopped_sentinel_hears_that_its_rank_leaves():
     assert run(STOPPED).stdout == "it goes on\n"
 

@@ -45,6 +45,7 @@ def test_a_fit_that_stops_early_says_where(fit):
     assert "stopped after epoch 2 of 5" in fit(epochs=5, callbacks=[StopAfterTwo()])
 
 
+@pytest.mark.full
 def test_batches_of_unknown_size_are_counted_in_steps(fit):
     import tensorflow as tf
 
@@ -76,6 +77,7 @@ class Breaks(keras.callbacks.Callback):
             raise KeyError("a disk is gone")
 
 
+@pytest.mark.full
 def test_a_run_that_continues_within_an_epoch_counts_what_it_has_trained(fit, tmp_path, monkeypatch):
     def run(*others, epochs=5, **options):
         saver = hk.callbacks.SupervisorCallback(tmp_path / "run", save_steps=3, **options)
@@ -97,6 +99,7 @@ def test_a_run_that_continues_within_an_epoch_counts_what_it_has_trained(fit, tm
     assert "trained the rest of epoch 9, 1 epoch and part of epoch 11, 9 steps in " in text
 
 
+@pytest.mark.full
 def test_an_epoch_that_is_repeated_is_a_whole_one(fit, tmp_path):
     """A dataset's position is not saved: the batches of its epoch are trained on again."""
     import tensorflow as tf
@@ -129,6 +132,7 @@ def test_a_file_gets_the_same_facts(fit, tmp_path, monkeypatch):
     assert [each.name for each in tmp_path.iterdir()] == ["summary.json"]
 
 
+@pytest.mark.full
 def test_a_file_that_cannot_be_written_is_a_warning(fit, tmp_path, monkeypatch):
     monkeypatch.setenv("HVDKIT_SUMMARY", str(tmp_path / "missing" / "summary.json"))
     text = fit()

@@ -76,6 +76,7 @@ def test_ranks_that_waited_long_and_then_passed_have_not_failed(tmp_path):
     assert report(launch) == "  the watchdog wrote:\n[rank 1] has waited for rank 0 for 30 s in barrier()"
 
 
+@pytest.mark.full
 def test_no_test_begins_after_the_limit(tmp_path, monkeypatch):
     monkeypatch.setenv(UNTIL, "0")
     command = [sys.executable, "-m", "pytest", "--tier", "core", "tests/unit/test_layers.py"]
@@ -90,6 +91,7 @@ def launches(pid):
     return [child for child in psutil.Process(pid).children() if "pytest" in words(child.pid)]
 
 
+@pytest.mark.full
 def test_a_run_that_is_terminated_ends_its_launches(tmp_path):
     """SIGTERM reaches only the run, unlike Ctrl-C in a terminal."""
     options = ["--unit-only", "-k", "test_a_launch_in_which_no_test_ends"]

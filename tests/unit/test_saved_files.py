@@ -23,6 +23,7 @@ def forget():
     Witness.path = Witness.seen = None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["model.keras", "model.weights.h5"])
 def test_a_file_is_whole_while_it_is_written_again(name, tmp_path):
     model = trained()
@@ -40,6 +41,7 @@ def test_a_file_is_whole_while_it_is_written_again(name, tmp_path):
     assert path.stat().st_mode & 0o777 == 0o640
 
 
+@pytest.mark.full
 def test_a_save_that_fails_leaves_the_file(tmp_path):
     model = trained()
     Witness.path = path = tmp_path / "model.keras"
@@ -52,6 +54,7 @@ def test_a_save_that_fails_leaves_the_file(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.full
 def test_options_are_those_of_keras(tmp_path, monkeypatch):
     model = trained()
     Witness.path = path = tmp_path / "model.keras"

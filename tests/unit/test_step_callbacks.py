@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 from helpers.as_one import same_values
+from helpers.tiers import after_core
 
 import hvdkit as hk
 from hvdkit.keras.step_callbacks import stateful_callbacks
@@ -24,7 +25,7 @@ def model_of(rate=0.0, **compile_options):
     return model
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 5])
+@pytest.mark.parametrize("steps_per_execution", after_core([1, 5], but=[5]))
 def test_callbacks_count_steps_not_calls(steps_per_execution):
     model = model_of(0.1, steps_per_execution=steps_per_execution)
     rates = []
@@ -93,8 +94,9 @@ def never_stopped():
     return whole.rates, [v.numpy() for v in model.variables]
 
 
-@pytest.mark.parametrize(("at", "restorer_first"), [(5, True), (8, False), (12, True), (15, False)])
-def test_a_run_continued_with_new_callbacks_equals_one_never_stopped(at, restorer_first, never_stopped):
+@pytest.mark.parametrize("stop", after_core([(5, True), (8, False), (12, True), (15, False)], but=[(12, True)]))
+def test_a_run_continued_with_new_callbacks_equals_one_never_stopped(stop, never_stopped):
+    at, restorer_first = stop
     """Two epochs of 8 steps; the warm-up ends after 10, and at 13 another callback lowers the rate."""
     rates, expected = never_stopped
     first = Recorder(save_at=at, others_lower_at=13)
@@ -135,6 +137,7 @@ def test_a_state_from_before_the_training_changes_nothing():
     assert recorder.rates == pytest.approx([0.02, 0.03, 0.04, 0.05, 0.06, 0.06])
 
 
+@pytest.mark.full
 def test_a_fit_sees_its_own_callbacks_only():
     model = model_of(0.1)
     seen = []
@@ -166,6 +169,7 @@ def test_a_fit_sees_its_own_callbacks_only():
     assert stateful_callbacks(other) == []
 
 
+@pytest.mark.full
 def test_nobody_is_kept_alive_for_having_a_state():
     from hvdkit.keras import step_callbacks
 

@@ -61,7 +61,6 @@ class Failing(keras.callbacks.Callback):
             raise OSError("the disk of the tracker is full")
 
 
-@pytest.mark.core
 def test_a_fit_that_raises_releases_the_logdir(store):
     """The next run, on another host, does not wait for the lock of a run that has ended."""
     with pytest.raises(OSError, match="the disk of the tracker is full"):
@@ -80,7 +79,6 @@ def test_commands_read_stores(store, tmp_path, capsys):
     assert np.all(np.load(tmp_path / "out" / "weights.npy") == 1)
 
 
-@pytest.mark.core
 def test_the_manifest_is_written_last_and_removed_first(store):
     hk.checkpoint.save(STEP_1, state(1))
     assert [r.key for r in store.requests if r.method == "PUT"][-1] == "run/step-000000001/manifest.json"
@@ -94,7 +92,6 @@ def test_the_manifest_is_written_last_and_removed_first(store):
     assert names == {".recent", "step-000000003", "step-000000004"}
 
 
-@pytest.mark.core
 def test_a_save_makes_as_many_requests_however_many_checkpoints_are_kept(store):
     counts = {}
     for kept in (2, 9):
@@ -215,7 +212,6 @@ def test_a_store_that_does_not_answer_is_no_damage(store, monkeypatch):
         hk.checkpoint.latest(RUN)
 
 
-@pytest.mark.core
 def test_the_memory_of_a_snapshot_is_free_during_the_upload(store):
     values = np.ones((100, 3))
     alive = weakref.ref(values)

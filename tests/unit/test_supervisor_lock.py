@@ -103,6 +103,7 @@ def test_release_frees_it(tmp_path, start):
             assert f"(pid {os.getpid()} " in in_a_child(LogdirLock(tmp_path).acquire)
 
 
+@pytest.mark.full
 def test_a_child_that_outlives_the_holder_does_not_hold_it(tmp_path, start):
     code = "if os.fork() == 0: print(os.getpid(), flush=True)\ntime.sleep(4000)"  # its child has closed its copy then
     first = start(tmp_path, code)
@@ -233,6 +234,7 @@ def test_a_logdir_that_is_a_file(tmp_path):
         LogdirLock(tmp_path / "run").acquire()
 
 
+@pytest.mark.full
 def test_a_holder_that_has_not_said_who_it_is(tmp_path, start):
     start(tmp_path)
     os.truncate(tmp_path / NAME, 0)
@@ -257,6 +259,7 @@ def test_another_error_of_the_file_system_is_raised(tmp_path, monkeypatch):
         LogdirLock(tmp_path).acquire()
 
 
+@pytest.mark.full
 def test_a_holder_with_wrong_contents_is_shown_escaped(tmp_path, start):
     """The lock file of another run may contain anything; other users may be able to write it."""
     start(tmp_path)

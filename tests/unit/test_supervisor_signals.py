@@ -116,6 +116,7 @@ def test_a_second_signal_ends_it(second):
     assert ("KeyboardInterrupt" in err) == (second == signal.SIGINT)
 
 
+@pytest.mark.full
 def test_a_second_signal_ends_a_main_thread_that_waits_in_native_code():
     process = Process(NATIVE)
     process.send(signal.SIGTERM)
@@ -178,6 +179,7 @@ def test_a_handler_set_meanwhile_stays():
         signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.full
 def test_a_previous_handler_gets_the_second_signal():
     process = Process("signal.signal(signal.SIGTERM, lambda *_: (say('mine'), sys.exit(9)))" + STUBBORN)
     process.send_and_hear(signal.SIGTERM)
@@ -200,6 +202,7 @@ def test_another_thread_changes_nothing():
     assert seen == [before, None] and signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.full
 def test_a_forked_child_ends_as_ever_and_its_parent_does_not_notice():
     process = Process(
         """

@@ -8,6 +8,7 @@ import sys
 import keras
 import numpy as np
 import pytest
+from helpers.tiers import after_core
 
 import hvdkit as hk
 from hvdkit.data.division import divide
@@ -57,11 +58,7 @@ def outcome(folder, *parts):
 
 
 @pytest.mark.parametrize(
-    "call",
-    [
-        "hk.fit(None, np.ones(3))",
-        *[pytest.param(call, marks=pytest.mark.full) for call in ("print(hk.rank())", "hk.allreduce(1)")],
-    ],
+    "call", after_core(["hk.fit(None, np.ones(3))", "print(hk.rank())", "hk.allreduce(1)"], but=["print(hk.rank())"])
 )
 def test_a_forgotten_init_shows_the_users_lines_and_the_remedy(tmp_path, call):
     code, _, lines = outcome(tmp_path, call, "")

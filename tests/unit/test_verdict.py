@@ -146,6 +146,7 @@ def test_whatever_is_missing_no_other_rank_is_named(history, randoms, kept):
     assert found.code != 0 or len(ended_well) == size
 
 
+@pytest.mark.full
 @given(histories(finished=True), st.randoms(use_true_random=False))
 def test_the_order_of_what_is_known_does_not_matter(history, randoms):
     """Nor does the order of entries with equal times."""
@@ -155,6 +156,7 @@ def test_the_order_of_what_is_known_does_not_matter(history, randoms):
     assert verdict(shuffled, size, HOSTS) == verdict(entries, size, HOSTS)
 
 
+@pytest.mark.full
 @given(histories(finished=True), st.data())
 @settings(max_examples=300)
 def test_a_connection_that_breaks_loses_what_comes_last(history, data):

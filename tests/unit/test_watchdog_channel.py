@@ -286,6 +286,7 @@ while True:
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("hello", [b"", channel._frame(channel.Hello(nonce="mine", version=VERSION, proof="guessed"))])
 def test_programs_without_the_token_that_keep_connecting_do_not_keep_sentinels_out(hello):
     """For example processes of another user of this host, before and while the job starts."""
@@ -555,6 +556,7 @@ def test_a_sentinel_that_was_killed_is_replaced():
             close(end)
 
 
+@pytest.mark.full
 def test_a_sentinel_waits_for_that_of_rank_0_to_be_replaced_while_its_port_is_open(monkeypatch):
     """On a busy host, the new sentinel of rank 0 starts late. Before, the others ended a healthy job after 5 s."""
     monkeypatch.setattr(watching, "_RECONNECT_SECONDS", 1.0)
@@ -586,6 +588,7 @@ def test_a_sentinel_waits_for_that_of_rank_0_to_be_replaced_while_its_port_is_op
             made.selector.close()
 
 
+@pytest.mark.full
 def test_a_rank_that_could_not_join_is_watched_once_it_can(monkeypatch, capfd):
     """Programs without the token may use up the connections of rank 0 for a while."""
     for module, name in ((watching, "_JOIN_AGAIN_SECONDS"), (watching, "_WARN_SECONDS"), (channel, "_WELCOME_SECONDS")):
