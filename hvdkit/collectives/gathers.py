@@ -83,15 +83,27 @@ def grouped_allgather(
         (True, True)
     """
     members = resolve(process_set, group)
+    return gather_as(f"allgather({describe_group(members)})" if members else "allgather", xs, members, name)
 
-    def check(inputs: Tensors) -> None:
+
+def gather_as(
+    kind: str,
+    xs: Sequence[TensorLike],
+    members: cluster.Group | None,
+    name: str | None,
+    check: Callable[[], object] = lambda: None,
+) -> list[SameKind]:
+    """Gather several values for a collective ``kind``; ``check`` raises if its other arguments are invalid."""
+
+    def check_all(inputs: Tensors) -> None:
+        check()
         for x in inputs:
             dtypes.check_movable(x.dtype)
 
     collective = Collective(
-        kind=f"allgather({describe_group(members)})" if members else "allgather",
+        kind=kind,
         group=members,
-        check=check,
+        check=check_all,
         combine=lambda values: [np.concatenate(each) for each in zip(*values, strict=True)],
         exchange=lambda inputs: tensors.compared_allgather(inputs, tensors.PUBLIC, members),
         gradient=lambda xs, ys, dys: [_gradient_of_rows(x, dy, members) for x, dy in zip(xs, dys, strict=True)],

@@ -11,10 +11,10 @@ import tensorflow as tf
 
 from hvdkit import cluster
 from hvdkit.collectives import dtypes, numpy_collectives, tensors
-from hvdkit.collectives.call_checks import check_root
+from hvdkit.collectives.call_checks import attempt, check_root
 from hvdkit.collectives.calls import Collective, Tensors, run
 from hvdkit.collectives.conversion import SameKind, TensorLike, graph_safe
-from hvdkit.collectives.gathers import allgather, grouped_allgather
+from hvdkit.collectives.gathers import allgather, gather_as
 from hvdkit.collectives.ops import Average, ReduceOp, Sum, checked_op, op_label
 from hvdkit.collectives.process_sets import RankGroup, describe_group, resolve
 from hvdkit.errors import describe
@@ -167,24 +167,28 @@ def _reduce_mixed(
     name: str | None,
 ) -> list[SameKind]:
     """Reduce dense values and IndexedSlices: the former in an allreduce, the rows of the latter in an allgather."""
-    reduction = checked_op(op, (ReduceOp.Average, ReduceOp.Sum))
-    _check_factors(prescale, postscale)
+
+    def check() -> None:
+        checked_op(op, (ReduceOp.Average, ReduceOp.Sum))
+        _check_factors(prescale, postscale)
+
+    factor = prescale if attempt(check) is None else 1.0  # all ranks raise together in the allgather
     size = cluster.size() if members is None else members.size
     sparse = {i: x for i, x in enumerate(xs) if isinstance(x, tf.IndexedSlices)}
-    dense = [i for i in range(len(xs)) if i not in sparse]
-    results: dict[int, SameKind] = {}
-    if dense:
-        reduce = partial(grouped_allreduce, prescale_factor=prescale, postscale_factor=postscale, process_set=members)
-        results |= zip(dense, reduce([xs[i] for i in dense], op, name=name), strict=True)
-    values = [dtypes.scaled(tf.convert_to_tensor(x.values), prescale) for x in sparse.values()]
+    values = [dtypes.scaled(tf.convert_to_tensor(x.values), factor) for x in sparse.values()]
     indices = [tf.convert_to_tensor(x.indices) for x in sparse.values()]
-    gathered = grouped_allgather([*values, *indices], process_set=members, name=name)
+    kind = f"{_kind('allreduce', op, (prescale, postscale), members)} of IndexedSlices"
+    gathered = gather_as(kind, [*values, *indices], members, name, check)
+    results: dict[int, SameKind] = {}
     for number, (i, x) in enumerate(sparse.items()):
         rows, positions = tf.unique(gathered[len(sparse) + number])
         total = tf.math.unsorted_segment_sum(gathered[number], positions, tf.size(rows))
-        if reduction == ReduceOp.Average:
+        if op == ReduceOp.Average:
             total = dtypes.divided(total, size)
         results[i] = tf.IndexedSlices(dtypes.scaled(total, postscale), rows, x.dense_shape)
+    if dense := [i for i in range(len(xs)) if i not in sparse]:
+        reduce = partial(grouped_allreduce, prescale_factor=prescale, postscale_factor=postscale, process_set=members)
+        results |= zip(dense, reduce([xs[i] for i in dense], op, name=name), strict=True)
     return [results[i] for i in range(len(xs))]
 
 

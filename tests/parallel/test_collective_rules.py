@@ -295,3 +295,19 @@ def test_rows_are_reduced_by_sums_and_averages_only(rank):
     rows = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([rank]), tf.constant([9, 2]))
     with pytest.raises(ValueError, match="op: got Max"):
         hk.allreduce(rows, hk.Max)
+
+
+@pytest.mark.ranks(2, 3)
+def test_arguments_for_rows_that_are_other_or_wrong_on_one_rank_are_an_error_on_all(rank, size):
+    rows = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([rank]), tf.constant([9, 2]))
+    is_odd = rank == size - 1
+    for call, message in (
+        (lambda: hk.allreduce(rows, hk.Average if is_odd else hk.Sum), r"op=(Average|Sum)\) of IndexedSlices"),
+        (lambda: hk.allreduce(rows, hk.Max if is_odd else hk.Sum), "op: got Max"),
+        (lambda: hk.allreduce(rows, prescale_factor=2.0 if is_odd else 1.0), r"factors=\(2.0, 1.0\)"),
+        (lambda: hk.allreduce(rows, postscale_factor=np.nan if is_odd else 1.0), "postscale_factor: got nan"),
+        (lambda: hk.allreduce(rows if is_odd else rows.values), "of IndexedSlices"),
+    ):
+        with pytest.raises((ValueError, hk.CollectiveMismatchError), match=message):
+            call()
+    assert hk.allreduce(1, hk.Sum) == size
