@@ -157,7 +157,7 @@ class ElementPartition:
         """
         pairs = zip(placed.variables, placed.kinds, strict=True)
         indices = [self._indices[id(inner_variable(v))] for v, kind in pairs if kind == "replicated"]
-        return combine(placed, reduction, combine_replicated=partial(self._reduce, indices))
+        return combine(placed, reduction, reduction.call_site, partial(self._reduce, indices))
 
     def _reduce(self, indices: Sequence[int], grads: Sequence[Gradient], reduction: Reduction) -> list[Gradient]:
         grads_by_index = {index: grad for index, grad in zip(indices, grads, strict=True) if grad is not None}

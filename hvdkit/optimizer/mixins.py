@@ -312,7 +312,7 @@ class CombiningMixin(DistributedMixin):
         reduction = self._hvdkit
         clips = reduction.clip_global_norm is not None and not reduction.reduced
         placed = agree_on(prepare, reduction, exchanges=clips)
-        return reduction.clip(combine(placed, reduction, f"optimizer {id(reduction)}"), loss_scale)
+        return reduction.clip(combine(placed, reduction, reduction.call_site), loss_scale)
 
     def _hvdkit_update(self, placed: PlacedGradients) -> object:
         """Update the variables, using a table's own optimizer if it has one."""
@@ -406,7 +406,7 @@ class LossScaleMixin(DistributedMixin):
         if partition.variables and reduction.combines:
             placed = partition.combine(placed, reduction)
         else:
-            placed = combine(placed, reduction, f"optimizer {id(reduction)}")
+            placed = combine(placed, reduction, reduction.call_site)
         if not self._scaled:
             return self.inner_optimizer.apply(placed.grads, placed.variables)
         return super().apply(placed.grads, placed.variables)

@@ -48,6 +48,11 @@ class Reduction:
         return "hvdkit.gradients" if self.model == 1 else f"hvdkit.gradients.{self.model}"
 
     @property
+    def call_site(self) -> str:
+        """Name of this optimizer for the profiler, which counts its combinations as steps."""
+        return f"optimizer {id(self)}"
+
+    @property
     def batch_group(self) -> cluster.Group:
         """The ranks that have different batches: those along the mesh axis "data", or all of ``group``."""
         return cluster.group(cluster.DATA) if self.group is None else self.group

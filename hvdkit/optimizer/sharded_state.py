@@ -86,7 +86,7 @@ class ShardedStateMixin(CombiningMixin):
         reduction = self._hvdkit
         placed = agree_on(prepare, reduction, exchanges=not reduction.reduced)
         if not (partition := self._hvdkit_partition).variables:  # single rank, or no variables
-            return reduction.clip(combine(placed, reduction, f"optimizer {id(reduction)}"), loss_scale)
+            return reduction.clip(combine(placed, reduction, reduction.call_site), loss_scale)
         if reduction.combines:
             placed = partition.combine(placed, reduction)
         elif not reduction.reduced:  # combined by the tape: replicated, so the norm needs no exchange

@@ -86,6 +86,18 @@ def test_the_profile_of_a_program_blames_the_slow_rank_and_its_input(tmp_path, l
     assert len(list((tmp_path / "profile").glob("plugins/profile/*/*.rank-[01].xplane.pb"))) == 2
 
 
+@pytest.mark.parametrize(
+    "optimizer", ["keras.optimizers.Adam()", "keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())"]
+)
+def test_steps_of_a_loop_with_sharded_states_are_counted(tmp_path, optimizer):
+    program = SLOW.replace("LOOP", BARE).replace("PAUSE", "0")
+    program = program.replace("keras.optimizers.SGD(0.01)", f"{optimizer}, shard_states=True")
+    (tmp_path / "train.py").write_text(program)
+    bench(tmp_path, "--profile", "profile", "--profile-steps", "4-8", "-np", "2", "--", sys.executable, "train.py")
+    profile = json.loads((tmp_path / "profile" / "profile.json").read_text())
+    assert [rank["steps"] for rank in profile["ranks"]] == [5, 5]
+
+
 def test_a_built_in_model_is_timed_on_all_ranks_and_on_one(tmp_path):
     options = ["--batch", "4", "--steps", "4", "--warm-up", "2", "--profile", "p", "--json", "out.json"]
     out, _ = bench(tmp_path, *options, "--model", "cifar10", "-np", "2")
