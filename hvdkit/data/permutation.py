@@ -2,8 +2,8 @@
 
 The permutation of ``[0, n)`` is a Feistel network on pairs (left, right) with right in ``[0, 2**k)`` and left in ``[0,
 m)``, where ``m`` is the smallest number with ``m * 2**k >= n``. Its rounds add a pseudo-random function of one half to
-the other half. Results of n or more, of which there are less than ``2**k``, are permuted again until they are less,
-which is called cycle walking.
+the other half. Results of n or more, of which there are fewer than ``2**k``, are permuted again until they are
+smaller, which is called cycle walking.
 
 Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002), sections 3 and 4. The function of the rounds
 multiplies and shifts like the last steps of MurmurHash3; it is not meant for secrets.
