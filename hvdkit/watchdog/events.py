@@ -184,7 +184,7 @@ class Failed(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Raised(Message):
-    """An exception has ended a step, or a call of hvdkit, in which other ranks may still be. The program may catch it.
+    """An exception has ended a step or a call of hvdkit; other ranks may still be inside it. The program may catch it.
 
     Attributes:
         cause: the error in one line.

@@ -143,9 +143,9 @@ class RankProcess:
     def _idle_at_exit(self, state: RecorderState, idle: float, now: float) -> float:
         """Return for how long the rank's exit has made no progress, or 0 if that is within the limits.
 
-        Handlers of the user may take long while they compute, transfer data or wait for a child process. Without
-        Python, only the process's memory is freed, and libraries end; MPI computes while it waits for other ranks. The
-        time in which the process waits for a core does not count.
+        Handlers of the user may take long while they compute, transfer data or wait for a child process. After Python
+        has ended, a process frees its memory and libraries end; then computing is no progress, because MPI computes
+        while it waits for other ranks. The time in which the process waits for a core does not count.
         """
         exiting = self.exiting
         if exiting is None or exiting.is_bounded or not exiting.seconds:

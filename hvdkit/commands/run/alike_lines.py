@@ -88,7 +88,7 @@ class AlikeLines:
                 line.until = 0.0
 
     def take(self, now: float, *, everything: bool = False) -> list[tuple[int, bytes]]:
-        """Return channel and tagged text of the lines that wait no longer, and of those before them."""
+        """Return the channel and the tagged text of each line whose wait is over, and of those before it."""
         is_over = everything or self.is_full
         number = len(self._waiting) if is_over else self._number_due(now)
         taken = self._waiting[:number]

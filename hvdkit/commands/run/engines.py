@@ -225,7 +225,7 @@ def _srun(spec: LaunchSpec) -> CommandLine:
     """Slurm starts the ranks itself, and ends the step if a rank fails.
 
     By default Slurm 22.05 runs PMIx's barrier along a tree that ends on each host. Open MPI relies on it in MPI_Init: a
-    rank that still is in MPI_Init crashes when a message arrives. The ring waits for all hosts.
+    rank that is still in MPI_Init crashes when a message arrives. The ring waits for all hosts.
     """
     engine = spec.engine
     pmix = () if "SLURM_PMIX_FENCE" in spec.names else ("SLURM_PMIX_FENCE=ring",)
