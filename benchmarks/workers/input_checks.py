@@ -116,7 +116,7 @@ def huge(mode: Any, folder: Path) -> dict[str, float]:
     first = next(batches)
     seconds = time.perf_counter() - started
     assert len(np.unique(first)) == BLOCK
-    order = source.order(batches._shuffle, 0, BLOCK)
+    order = source.order(batches.plan.shuffle, 0, BLOCK)
     assert order is not None
     order(np.arange(BLOCK))
     positions, cpu = 0, time.process_time()

@@ -282,6 +282,7 @@ def read_start(path: UPath, most: int) -> bytes | None:
 def write_bytes(path: UPath, data: bytes, *, create: bool = False) -> None:
     """Write a small object; with ``create``, raise FileExistsError if it exists.
 
+    A missing bucket is a CheckpointError.
     Stores other than S3, GCS and Azure may check this before they write.
     """
     try:

@@ -105,7 +105,7 @@ def _check_signatures(calls: list[Call], ranks: Sequence[int]) -> None:
         joined = next(rank for rank, other in zip(ranks, calls, strict=True) if other.kind == JOIN)
         raise CollectiveMismatchError(
             f"join: rank {joined} has joined, but rank {active[0][0]} called {active[0][1]}; after hk.join() on one "
-            "rank, other ranks may only call hk.allreduce (Sum or Average) or hk.barrier until they join"
+            "rank, other ranks may only call hk.barrier or hk.allreduce (dense, Sum or Average) until they join"
         )
     ranks = [rank for rank, _ in active]
     calls = [each for _, each in active]

@@ -172,17 +172,19 @@ def _reduce_mixed(
         checked_op(op, (ReduceOp.Average, ReduceOp.Sum))
         _check_factors(prescale, postscale)
 
-    factor = prescale if attempt(check) is None else 1.0  # all ranks raise together in the allgather
     size = cluster.size() if members is None else members.size
     sparse = {i: x for i, x in enumerate(xs) if isinstance(x, tf.IndexedSlices)}
-    values = [dtypes.scaled(tf.convert_to_tensor(x.values), factor) for x in sparse.values()]
-    indices = [tf.convert_to_tensor(x.indices) for x in sparse.values()]
+    values: list[TensorLike] = [x.values for x in sparse.values()]
+    is_marked = op == ReduceOp.Average and not tf.executing_eagerly()
+    if is_marked:  # graphs compare shapes only
+        values = [tf.expand_dims(x, -1) for x in values]
     kind = f"{_kind('allreduce', op, (prescale, postscale), members)} of IndexedSlices"
-    gathered = gather_as(kind, [*values, *indices], members, name, check)
+    gathered = gather_as(kind, [*values, *(x.indices for x in sparse.values())], members, name, check)
     results: dict[int, SameKind] = {}
     for number, (i, x) in enumerate(sparse.items()):
         rows, positions = tf.unique(gathered[len(sparse) + number])
-        total = tf.math.unsorted_segment_sum(gathered[number], positions, tf.size(rows))
+        scaled = dtypes.scaled(tf.convert_to_tensor(gathered[number]), prescale)
+        total = tf.math.unsorted_segment_sum(tf.squeeze(scaled, -1) if is_marked else scaled, positions, tf.size(rows))
         if op == ReduceOp.Average:
             total = dtypes.divided(total, size)
         results[i] = tf.IndexedSlices(dtypes.scaled(total, postscale), rows, x.dense_shape)
@@ -194,7 +196,8 @@ def _reduce_mixed(
 
 def _kind(name: str, op: object, factors: tuple[float, float], members: cluster.Group | None) -> str:
     """Return the collective with all arguments that must agree between ranks."""
-    scale = "" if factors == (1.0, 1.0) else f"factors={factors}"
+    is_valid = attempt(lambda: _check_factors(*factors)) is None  # otherwise all ranks raise together
+    scale = f"factors={tuple(map(float, factors))}" if is_valid and factors != (1.0, 1.0) else ""
     return f"{name}({', '.join(filter(None, [f'op={op_label(op)}', scale, describe_group(members)]))})"
 
 

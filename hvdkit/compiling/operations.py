@@ -7,7 +7,7 @@ that returns another value: XLA removes assertions, and clamps the ids of lookup
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -94,16 +94,21 @@ class Library:
                 return True
         return False
 
-    def nodes(
-        self, attributes: Mapping[str, tf.compat.v1.AttrValue], seen: frozenset[str] = frozenset()
-    ) -> Iterator[tf.compat.v1.NodeDef]:
-        """Yield the nodes of all functions that an operation calls, and of those that these call."""
-        for name in functions_of(attributes):
-            if name in seen or name not in self._functions:
-                continue
-            for node in self._functions[name].node_def:
-                yield node
-                yield from self.nodes(node.attr, seen | {name})
+    def nodes(self, attributes: Mapping[str, tf.compat.v1.AttrValue]) -> Iterator[tf.compat.v1.NodeDef]:
+        """Yield the nodes of all functions that an operation calls, and of those that these call: of each once."""
+        seen: set[str] = set()
+        pending = list(functions_of(attributes))
+        while pending:
+            name = pending.pop()
+            if name not in seen:
+                seen.add(name)
+                nodes = self.nodes_of(name)
+                yield from nodes
+                pending.extend(called for node in nodes for called in functions_of(node.attr))
+
+    def nodes_of(self, function: str) -> Sequence[tf.compat.v1.NodeDef]:
+        """Return the nodes of a function; none for one that is not of the graph's own."""
+        return self._functions[function].node_def if function in self._functions else ()
 
 
 def has_exchange_for_xla(graph: tf.Graph) -> bool:

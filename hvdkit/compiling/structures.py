@@ -24,6 +24,7 @@ class Structure:
 
     def __init__(self, graph: tf.Graph, library: Library) -> None:
         self._library = library
+        self._functions: dict[str, str] = {}  # their digests
         self._captured = {id(inner): outer for outer, inner in graph.captures}
 
     def digest(
@@ -58,10 +59,19 @@ class Structure:
         return _constant(captured, captured.numpy())
 
     def _operation(self, op: tf.Operation) -> str:
-        attributes = op.node_def.attr
-        nodes = self._library.nodes(attributes)
-        inner = [f"{node.name} {node.op} {list(node.input)} {_values(node.attr)}" for node in nodes]
-        return f"{op.type} {op.device} {_values(attributes)} {len(functions_of(attributes))} {inner}"
+        return f"{op.type} {op.device} {self._attributes(op.node_def.attr)}"
+
+    def _attributes(self, attributes: Mapping[str, tf.compat.v1.AttrValue]) -> str:
+        return f"{_values(attributes)} {[self._function(name) for name in functions_of(attributes)]}"
+
+    def _function(self, name: str) -> str:
+        """Return the digest of a function that operations call."""
+        if name not in self._functions:
+            self._functions[name] = "itself"  # if it is called by itself
+            nodes = self._library.nodes_of(name)
+            inner = [f"{node.name} {node.op} {list(node.input)} {self._attributes(node.attr)}" for node in nodes]
+            self._functions[name] = hashlib.sha256(str(inner).encode()).hexdigest()
+        return self._functions[name]
 
 
 def _constant(tensor: tf.Tensor, value: npt.ArrayLike) -> str:

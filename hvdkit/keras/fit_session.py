@@ -209,15 +209,15 @@ class FitSession:
     @contextlib.contextmanager
     def _active(self) -> Iterator[None]:
         """Give the model the methods that run on shares."""
-        self._exchange_methods()
+        self._exchange_methods(is_active=True)
         try:
             yield
         finally:
-            self._exchange_methods()
+            self._exchange_methods(is_active=False)
 
-    def _exchange_methods(self) -> None:
+    def _exchange_methods(self, *, is_active: bool) -> None:
         self._inactive = exchange_attributes(self.model, self._inactive)
-        self._is_active = not self._is_active
+        self._is_active = is_active
 
     @contextlib.contextmanager
     def _called_by_callback(self) -> Iterator[None]:
@@ -254,7 +254,7 @@ class FitSession:
             if built is not self._built[function]:  # again by a callback, which may have frozen layers
                 self._inactive[function] = None
             self._built[function] = built
-        self._exchange_methods()
+        self._exchange_methods(is_active=False)
         reset = model.reset_metrics
 
         def reset_metrics() -> None:
@@ -265,7 +265,7 @@ class FitSession:
             with swap_attributes(model, reset_metrics=reset_metrics):
                 yield
         finally:
-            self._exchange_methods()
+            self._exchange_methods(is_active=True)
         if states and alone is not None:
             combiner.restore(states[0])
         elif states:
@@ -361,7 +361,7 @@ def _dependencies(model: keras.Model) -> tuple[object, ...]:
     return (*compiled, jit_mode(model), *(vars(model).get(name) for name in _STEP_METHODS))
 
 
-def _refuse(method: str, callback: str, model: str, *_: object, **__: object) -> NoReturn:
+def _refuse(method: str, callback: str, model: str, /, *_: object, **__: object) -> NoReturn:
     """Raise for a call of a method on the chief only, with any arguments."""
     got = f"{callback}, which runs on the chief only, and calls {model}.{method}"
     what = "gradients are averaged" if method in _TRAINING_METHODS else "rows of sharded tables are looked up"

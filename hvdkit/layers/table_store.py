@@ -39,10 +39,16 @@ from hvdkit.sharding.table import Table
 class TableStore:
     """The tables of a layer, sharded across ranks according to a layout.
 
-    The arguments are those of :class:`hvdkit.layers.collection.ShardedEmbeddingCollection`; ``wire`` is the dtype in
-    which rows are sent, and ``floats`` says whether ids may be floats.
+    Args:
+        layer: the layer.
+        tables: its tables.
+        placements: the placement of each table, by name.
+        seed, out_of_range: as for :class:`hvdkit.layers.collection.ShardedEmbeddingCollection`.
+        wire: the dtype in which rows are sent; None for that of the table.
+        floats: whether ids may be floats.
 
     Attributes:
+        layer_name: for messages.
         tables: the tables by name.
         lookups: the feature and the table of each output.
         outputs: the names of each table's outputs.

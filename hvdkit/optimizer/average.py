@@ -1,4 +1,4 @@
-"""Average gradients over ranks: dense tensors, IndexedSlices and None. Only this module distinguishes the three."""
+"""Average gradients over ranks: dense tensors, IndexedSlices and None."""
 
 from __future__ import annotations
 

@@ -45,10 +45,10 @@ def read(path: Path, epoch_offset: int) -> list[Phase]:
 def _events(text: str) -> list[TraceEvent]:
     """Return the events up to the last complete one."""
     text = text.strip().rstrip(",")
-    complete = text[: text.rfind("},") + 1] or "["
-    for candidate in (text, f"{text}]", f"{text}}}]", f"{complete}]"):
+    complete = text.rfind("},") + 1
+    for length, end in ((len(text), ""), (len(text), "]"), (len(text), "}]"), (complete, "]" if complete else "[]")):
         try:
-            events: list[TraceEvent] = json.loads(candidate)
+            events: list[TraceEvent] = json.loads(text[:length] + end)
             return events
         except json.JSONDecodeError as error:
             problem = error

@@ -1,4 +1,4 @@
-"""Map rows to their owners: pure arithmetic, without communication or TensorFlow.
+"""The rows of each rank under a rule: pure arithmetic, without communication or TensorFlow.
 
 The rows of a rank are a Python ``range`` under every rule. The rows that an old and a new owner have in common are then
 also a range, which NumPy can access as a slice on both sides.

@@ -49,6 +49,13 @@ class DivergenceDetector:
 
     Raises:
         ValueError: ``every`` is not an integer >= 1.
+
+    Example::
+
+        detector = DivergenceDetector(lambda: replicated(model, model.optimizer), every=500)
+        for step, batch in enumerate(batches, start=1):
+            train_step(batch)
+            detector.check(step)
     """
 
     def __init__(
@@ -69,8 +76,12 @@ class DivergenceDetector:
     def check(self, step: int) -> None:
         """Compare the variables if a comparison is due. Every rank must call it after every step; steps may jump.
 
-        The CollectiveMismatchError names the rank, the first variable, the step, and the last step at which all were
-        equal.
+        Args:
+            step: number of steps done, the same on every rank.
+
+        Raises:
+            CollectiveMismatchError: variables differ; raised on every rank. The message names the rank, the first
+                variable, the step, and the last step at which all were equal.
         """
         if self._compares_next:
             self._compares_next = False

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 from hvdkit.errors import describe
 from hvdkit.watchdog.reporter import reporter
@@ -40,4 +41,10 @@ def busy(reason: str) -> AbstractContextManager[None]:
         raise TypeError(describe("reason", f"{reason!r} ({type(reason).__name__})", expected, remedy))
     if not reason.strip():
         raise ValueError(describe("reason", repr(reason), expected, remedy))
-    return reporter().busy(" ".join(reason.split()))
+    return _announced(" ".join(reason.split()))
+
+
+@contextmanager
+def _announced(reason: str) -> Iterator[None]:
+    with reporter().busy(reason):  # only now: a program may fork between a decorator and the call
+        yield

@@ -18,7 +18,7 @@ _HEADER_END = "its stacks, most recent call first:"
 
 
 class HungRanks:
-    """Finds a rank that hangs, once all running ranks have been idle for more than ``patience`` seconds; 0: never."""
+    """Finds a rank that hangs, once all running ranks have been idle for too long: ``patience`` in seconds, 0 never."""
 
     def __init__(self, running: Mapping[int, Member], patience: float, lines: Lines) -> None:
         self._running = running

@@ -143,7 +143,7 @@ def test_an_error_before_init_is_in_the_last_line_and_the_engine_is_silent(tmp_p
     [
         (signal.SIGTERM, 75),
         (signal.SIGINT, 130),
-        pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.full),
+        (signal.SIGKILL, -signal.SIGKILL),
         pytest.param(signal.SIGUSR1, 75, marks=pytest.mark.nightly),
     ],
 )

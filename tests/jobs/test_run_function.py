@@ -64,6 +64,7 @@ main()
 """
 
 
+@pytest.mark.core
 def test_results_of_closures_lambdas_and_classes_of_the_program(tmp_path):
     (tmp_path / "helper.py").write_text("def tripled(x):\n    return 3.0 * x\n")
     done = run_program(tmp_path, RESULTS)

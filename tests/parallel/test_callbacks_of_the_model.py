@@ -83,6 +83,7 @@ def test_a_callback_may_train_on_a_batch_and_change_what_is_trained(rng):
     same_weights(many, one)
 
 
+@pytest.mark.core(2)
 @pytest.mark.ranks(1, 2)
 def test_history_and_early_stopping_read_what_callbacks_add_to_the_logs(rng):
     x, y = line(rng, 16)

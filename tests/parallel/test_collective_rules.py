@@ -306,8 +306,14 @@ def test_arguments_for_rows_that_are_other_or_wrong_on_one_rank_are_an_error_on_
         (lambda: hk.allreduce(rows, hk.Max if is_odd else hk.Sum), "op: got Max"),
         (lambda: hk.allreduce(rows, prescale_factor=2.0 if is_odd else 1.0), r"factors=\(2.0, 1.0\)"),
         (lambda: hk.allreduce(rows, postscale_factor=np.nan if is_odd else 1.0), "postscale_factor: got nan"),
+        (lambda: hk.allreduce(rows, prescale_factor=np.ones(2) if is_odd else 1.0), "prescale_factor: got"),
+        (lambda: hk.allreduce(tf.ones(2), prescale_factor=np.ones(2) if is_odd else 1.0), "prescale_factor: got"),
         (lambda: hk.allreduce(rows if is_odd else rows.values), "of IndexedSlices"),
     ):
         with pytest.raises((ValueError, hk.CollectiveMismatchError), match=message):
             call()
+    with pytest.raises(tf.errors.OpError):
+        tf.function(lambda: hk.allreduce(rows, hk.Average if is_odd else hk.Sum))()
+    with pytest.raises(ValueError, match="prescale_factor: got"):
+        tf.function(lambda factor: hk.allreduce(rows, prescale_factor=factor))(tf.constant(2.0))
     assert hk.allreduce(1, hk.Sum) == size

@@ -116,6 +116,7 @@ def train_counting(logdir, after, epochs, is_dataset=False):
     return losses is None, np.asarray(model.get_weights()[0])[:, 0].round(4)
 
 
+@pytest.mark.core(2)
 @pytest.mark.usefixtures("unseeded")
 def test_without_a_seed_every_row_is_trained_once_in_each_epoch(shared_path):
     for after in (5, 50):

@@ -9,7 +9,7 @@ from helpers.as_one import line, plain, ported, same_logs, same_weights
 import hvdkit as hk
 
 
-@pytest.mark.core(2)
+@pytest.mark.core
 @pytest.mark.ranks(2, 3)
 def test_values_and_gradients_are_those_of_the_own_rows(rank, size):
     counts = [(number + 1) % 3 for number in range(size)]  # one rank of three has none

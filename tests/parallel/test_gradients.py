@@ -12,7 +12,7 @@ from helpers.pairwise import pairs, printed
 
 import hvdkit as hk
 
-pytestmark = [pytest.mark.ranks(1, 2, 3, 4), pytest.mark.core(2)]
+pytestmark = [pytest.mark.ranks(1, 2, 3, 4), pytest.mark.core(2, 3)]
 
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
 OPS = [hk.Average, hk.Sum]

@@ -207,7 +207,6 @@ def test_a_loss_that_is_not_finite_is_named_and_never_saved(shared_path, rank, s
     assert hk.checkpoint.latest(shared_path / "run").name == "step-000000003"
 
 
-@pytest.mark.full
 def test_ranks_without_a_common_folder_are_told_or_served_by_the_chief(shared_path, rank):
     own = shared_path / f"host-{rank}" / "run"
     with pytest.raises(hk.CheckpointError, match=r"rank 1 on .* does not share .*gather=True"):

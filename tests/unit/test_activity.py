@@ -13,6 +13,7 @@ import time
 
 import pytest
 from helpers.speed import wait_until
+from helpers.tiers import after_core
 
 from hvdkit.machine import processes
 from hvdkit.watchdog.activity import Activity
@@ -107,8 +108,7 @@ class Look:
         return True
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("works", [True, False])
+@pytest.mark.parametrize("works", after_core([True, False], but=[True]))
 def test_a_rank_whose_other_threads_compute_does_not_hang(start, works):
     """If the graph contains the loop over all steps, the thread that called it sleeps."""
     child, threads = start(THREAD % ("compute" if works else "look"))
@@ -122,8 +122,7 @@ def test_a_rank_that_sleeps_in_a_collective_is_idle_since_it_began(start):
     assert Look(child.pid, threads, waiting=3).rests()
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("what", CHILDREN)
+@pytest.mark.parametrize("what", after_core(CHILDREN, but=["computes"]))
 def test_a_rank_whose_child_process_works_does_not_hang(start, what):
     """The chief waits for `tar` or an upload, with all its threads asleep."""
     parent, _ = start(CHILD, CHILDREN[what])

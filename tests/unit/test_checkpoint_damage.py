@@ -114,7 +114,6 @@ def test_a_step_without_a_readable_manifest_is_damaged_and_stays(tmp_path, capsy
     capsys.readouterr()
 
 
-@pytest.mark.full
 def test_a_save_to_the_name_of_a_damaged_step_keeps_what_was_there(tmp_path):
     for what, run in damaged(tmp_path):
         before = {name[len(step_name(3)) :]: x for name, x in contents(run).items() if name.startswith(step_name(3))}

@@ -189,8 +189,8 @@ def fitted(dataset, epochs):
 
 @pytest.mark.parametrize("start_and_most", after_core([(0, 16), (3, 16), (3, 3), (3, 1)], but=[(3, 16)]))
 def test_fit_sees_the_batches_of_the_loop(start_and_most, monkeypatch):
-    start, most = start_and_most
     """Also if TensorFlow gets several batches at once, fewer at an epoch's end, or one at a time, as large ones."""
+    start, most = start_and_most
     monkeypatch.setattr(keras_dataset, "_MOST_AT_ONCE", most)
     x, y = linear_data()
     options = {"shuffle_seed": 1, "rank": 0, "size": 1}

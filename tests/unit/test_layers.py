@@ -67,7 +67,7 @@ MAY_TRAIN = {
     *(f"commands.measure.{name}" for name in ("bench", "config", "jobs", "tune", "worker", "workloads")),
 }
 MAY_IMPORT = {
-    "sharding.partition": {"__future__", "collections", "dataclasses", "typing", "math", "enum", "numpy", "hvdkit"},
+    "sharding.partition": {"__future__", "collections", "dataclasses", "typing", "math", "enum", "hvdkit"},
     "machine": {*sys.stdlib_module_names, "psutil", "hvdkit"},
 }
 

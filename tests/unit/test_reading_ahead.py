@@ -172,7 +172,7 @@ sys.exit(1)
 @pytest.mark.parametrize(
     ("ending", "said"),
     [
-        pytest.param(INTERRUPTED, "interrupted", marks=pytest.mark.full),
+        (INTERRUPTED, "interrupted"),
         (FAILED, "in the step"),
         pytest.param(FORKED, "got a process forked within an epoch", marks=pytest.mark.full),
     ],

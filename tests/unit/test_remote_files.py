@@ -21,6 +21,7 @@ import pytest
 from helpers.cases import case
 from helpers.data_files import reading_threads, wait_for_end
 from helpers.speed import WAIT
+from helpers.tiers import after_core
 
 import hvdkit as hk
 from hvdkit.data import GlobalBatches
@@ -192,8 +193,7 @@ def test_a_server_that_does_not_answer_is_named(server):
         ids(source, epochs=1)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("status", [429, 500, 503])
+@pytest.mark.parametrize("status", after_core([429, 500, 503], but=[503]))
 def test_a_server_that_fails_is_asked_again(server, status):
     server.status, server.failures = status, 6
     assert ids(hk.data.parquet(server.url("a.parquet")), epochs=1) == EXPECTED

@@ -41,7 +41,6 @@ def test_a_file_is_whole_while_it_is_written_again(name, tmp_path):
     assert path.stat().st_mode & 0o777 == 0o640
 
 
-@pytest.mark.full
 def test_a_save_that_fails_leaves_the_file(tmp_path):
     model = trained()
     Witness.path = path = tmp_path / "model.keras"

@@ -55,7 +55,7 @@ def test_a_program_computes_the_same_and_serves_later_graphs(variable):
     check_result(later, variable)
 
 
-def test_a_program_that_xla_refuses_runs_uncompiled(variable, monkeypatch):
+def test_a_program_that_cannot_be_made_runs_uncompiled(variable, monkeypatch):
     def fail(text):
         raise ValueError("no such thing")
 

@@ -79,6 +79,7 @@ def test_commands_read_stores(store, tmp_path, capsys):
     assert np.all(np.load(tmp_path / "out" / "weights.npy") == 1)
 
 
+@pytest.mark.core
 def test_the_manifest_is_written_last_and_removed_first(store):
     hk.checkpoint.save(STEP_1, state(1))
     assert [r.key for r in store.requests if r.method == "PUT"][-1] == "run/step-000000001/manifest.json"

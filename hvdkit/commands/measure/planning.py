@@ -67,7 +67,11 @@ def plan(config: PlanConfig) -> Plan | Scaling:
         got = "both" if config.tables else "neither"
         raise ValueError(describe("--tables, --measured", got, "one of them", "see hvdkit plan --help"))
     match = _RANKS.fullmatch(str(config.ranks))
-    if match is None or int(match["first"]) < 1 or (match["last"] is not None and config.measured is None):
+    if (
+        match is None
+        or 0 in map(int, filter(None, match.group("first", "last")))
+        or (match["last"] and not config.measured)
+    ):
         expected = "a number of ranks" if config.measured is None else "a number of ranks, or FIRST..LAST"
         raise ValueError(describe("--ranks", config.ranks, expected, "write e.g. 8"))
     first = int(match["first"])

@@ -209,17 +209,16 @@ def _check_program(program: Sequence[str], config: RunConfig) -> None:
                 got = f"{script} (no such file in {Path.cwd()})"
                 raise ValueError(describe("program", got, "a script", "check its path"))
         return
-    got = name
     expected = "a command that can be run here"
-    remedy = "check its name, or activate its environment"
-    if name.endswith(".py"):
-        remedy = f"write: {_command_for_script(program, config)}"
-        if is_here and not Path(name).exists():
-            remedy = f"check its path, as {Path.cwd()} has no such file, and {remedy}"
-        elif {"-np", "--np"} & set(program):
-            got = shlex.join(program)
-            expected = "options before the program"
-    raise ValueError(describe("program", got, expected, remedy))
+    if not name.endswith(".py"):
+        raise ValueError(describe("program", name, expected, "check its name, or activate its environment"))
+    write = f"write: {_command_for_script(program, config)}"
+    if is_here and not Path(name).exists():
+        remedy = f"check its path, as {Path.cwd()} has no such file, and {write}"
+        raise ValueError(describe("program", name, expected, remedy))
+    if {"-np", "--np"} & set(program):
+        raise ValueError(describe("program", shlex.join(program), "options before the program", write))
+    raise ValueError(describe("program", name, expected, write))
 
 
 def _command_for_script(program: Sequence[str], config: RunConfig) -> str:

@@ -35,6 +35,7 @@ class RankActor:
 
     def run(self, command: Sequence[str], variables: Mapping[str, str], folder: str) -> int:
         """Run a rank's sentinel to its end; return its exit code."""
+        import ctypes  # noqa: F401 - of signal_at_parent_end, which must not import it in the forked child
         import os
         import subprocess
 

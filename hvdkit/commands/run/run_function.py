@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, TypeVar, cast
@@ -172,25 +172,26 @@ def _pickled(function: Callable[..., object], args: tuple[object, ...], kwargs: 
         return pickled
     except Exception as error:
         name = getattr(function, "__qualname__", repr(function))
-        sent = _sent_values(function, name, args, kwargs)
-        what, value = next((one for one in sent if _problem(one[1]) is not None), (f"function {name}", function))
+        sent = {f"args[{index}]": value for index, value in enumerate(args)}
+        sent |= {f"kwargs[{key!r}]": value for key, value in kwargs.items()}
+        what = next((one for one, value in sent.items() if _problem(value) is not None), "")
+        value = sent.get(what, function)
+        if not what:
+            used = _variables(function)
+            variable = next((one for one, value in used.items() if _problem(value) is not None), None)
+            what = f"function {name}" if variable is None else f"the variable {variable} that {name} uses"
+            value = function if variable is None else used[variable]
         got = f"{type(value).__name__}, which cannot be pickled ({_problem(value) or error})"
         remedy = "create it within the function, on each rank"
         raise TypeError(describe(what, got, "something that can be sent to the ranks", remedy)) from error
 
 
-def _sent_values(
-    function: Callable[..., object], name: str, args: tuple[object, ...], kwargs: dict[str, object]
-) -> Iterator[tuple[str, object]]:
-    """Yield the arguments and the variables that a function uses, by their names in messages."""
-    for index, value in enumerate(args):
-        yield f"args[{index}]", value
-    for key, value in kwargs.items():
-        yield f"kwargs[{key!r}]", value
-    if inspect.isfunction(function):
-        used = inspect.getclosurevars(function)
-        for variable, value in {**used.globals, **used.nonlocals}.items():
-            yield f"the variable {variable} that {name} uses", value
+def _variables(function: Callable[..., object]) -> dict[str, object]:
+    """Return the variables outside of a function that it uses."""
+    if not inspect.isfunction(function):
+        return {}
+    used = inspect.getclosurevars(function)
+    return {**used.globals, **used.nonlocals}
 
 
 def _problem(value: object) -> Exception | None:

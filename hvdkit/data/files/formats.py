@@ -15,7 +15,7 @@ from hvdkit.errors import DataError
 if TYPE_CHECKING:
     import tensorflow as tf
 
-    from hvdkit.data.files.path_columns import PathColumns  # needs pyarrow, which other formats do not
+    from hvdkit.data.files.path_columns import PathColumns  # needs pyarrow, which arrays do not
 
 OnError = Literal["raise", "skip"]
 Block: TypeAlias = Any

@@ -60,8 +60,9 @@ def pause(seconds: float) -> None:
 def in_order(function: Callable[[T], U], items: Iterable[T], at_end: Callable[[], None]) -> Iterator[U]:
     """Yield ``function(item)`` for all items, in their order, computed ahead by several threads.
 
-    An exception is raised at its item. Threads end when the iterator is closed or deleted, or the program ends. Then
-    ``at_end`` is called, and again after each call of ``function`` that still runs.
+    An exception is raised at its item. Threads end when the iterator is closed or deleted. Then ``at_end`` is called,
+    and again after each call of ``function`` that still runs. ``function`` must call :func:`require_running`, so that
+    the threads end with the program, too.
     """
     workers = threads()
     process = os.getpid()
