@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from functools import partial
 
 import pytest
 
@@ -13,6 +14,8 @@ from hvdkit.commands import cli
 from hvdkit.commands.docs import PAGES, find
 from hvdkit.commands.docs.catalogue import entries
 from hvdkit.commands.docs.headings import anchor, headings
+from hvdkit.commands.run.config import RunConfig
+from hvdkit.commands.run.job import prepare
 from hvdkit.data.division import divide
 from hvdkit.errors import integer
 
@@ -45,6 +48,13 @@ def test_a_message_that_is_pasted_finds_its_entry(capsys):
         remedy = message.rpartition("; ")[2]
         assert remedy in found and found.count("\n- ") == 1, found
         assert shown(capsys, *message.split()) == found  # without quotes
+    for program, remedy in (
+        ("trian", "check its name, or activate its environment"),
+        ("t.py", "check its path, as … has"),
+    ):
+        message = message_of(partial(prepare, RunConfig(np=2), [program], {}))
+        found = shown(capsys, f"hvdkit run: {message}")
+        assert f"expected a command that can be run here; *{remedy}" in found and found.count("\n- ") == 1, found
 
 
 def test_errors_about_files_are_found_too(capsys, tmp_path):

@@ -135,6 +135,9 @@ def test_the_command_plans_what_its_words_say():
     for latency in (-1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match=r"--latency-us: got .*, expected microseconds"):
             plan(PlanConfig(measured=Path("m.json"), ranks="8", latency_us=latency))
+    for ranks in ("0", "4..0", "0..4"):
+        with pytest.raises(ValueError, match=r"--ranks: got .*, expected a number of ranks, or FIRST..LAST"):
+            plan(PlanConfig(measured=Path("m.json"), ranks=ranks))
 
 
 def test_few_wide_rows_are_cut_by_columns_where_that_fits():
