@@ -75,7 +75,7 @@ class BatchPlan:
             return self.stream_steps
         return order.steps_per_epoch(self.source.examples, self.batch_size, self.remainder)
 
-    @property
+    @cached_property
     def local_rows(self) -> tuple[int, int]:
         """This rank's rows of a full batch, as (first, one past the last)."""
         return self.rank_rows.rows(self.batch_size)
@@ -128,12 +128,12 @@ class BatchPlan:
 
     # ---- positions ---------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def first_epoch(self) -> int:
         """The first epoch that reads ``source``."""
         return 0 if self.files is None else self.files.first_epoch
 
-    @property
+    @cached_property
     def first_step(self) -> int:
         """The number of batches before the first epoch, since the start of training."""
         return 0 if self.files is None else self.files.first_step

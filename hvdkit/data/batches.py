@@ -272,7 +272,7 @@ class GlobalBatches(Iterator[Nest]):
             >>> state["epoch"], state["step"], state["global_step"]
             (1, 1, 5)
         """
-        return self._position.state_at(global_step)
+        return self._position.plan.state_at(global_step, read=self._position.step)
 
     def restore(self, state: DataState) -> None:
         """Continue from a saved ``state``, at any number of ranks.

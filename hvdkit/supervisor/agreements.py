@@ -87,7 +87,7 @@ class Agreements:
         """After steps ``before`` to ``now``, agree if that is due. Every rank calls it; see :meth:`agree`."""
         self._loss = loss
         saves = crosses(self._save_steps, before, now)
-        if saves or self._pace.due(now):
+        if saves or now >= self._pace.next_step:
             self.agree(now, saves=saves)
 
     def agree(self, step: int, *, saves: bool, last: bool = False) -> None:

@@ -38,6 +38,9 @@ class Pace:
         seconds: how long a request to stop or a timed save may wait for an agreement.
         clock: returns seconds; replaced in tests.
 
+    Attributes:
+        next_step: the step after which an agreement is due; equal on all ranks that agreed on the same intervals.
+
     Raises:
         ValueError: ``seconds`` is not positive.
     """
@@ -47,13 +50,9 @@ class Pace:
             raise ValueError(describe("seconds", seconds, "a positive number", "pass e.g. 1.0"))
         self._seconds = seconds
         self._clock = clock
-        self._next = 0  # an agreement is due after the first step, whatever its number
+        self.next_step = 0  # after the first step, whatever its number
         self._interval = 1
         self._settled: tuple[int, float] | None = None
-
-    def due(self, step: int) -> bool:
-        """Return whether an agreement is due after ``step``; equal on all ranks that agreed on the same intervals."""
-        return step >= self._next
 
     def proposal(self, step: int) -> int:
         """Return the number of steps from ``step`` to the next agreement, as measured by this rank; at least 1."""
@@ -75,5 +74,5 @@ class Pace:
         if interval < 1:
             raise ValueError(describe("interval", interval, "at least 1 step", "pass the chief's proposal"))
         self._interval = interval
-        self._next = step + interval
+        self.next_step = step + interval
         self._settled = step, self._clock()

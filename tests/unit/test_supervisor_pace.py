@@ -22,7 +22,7 @@ class Run:
         for _ in range(count):
             self.step += 1
             self.now += step_seconds
-            if self.pace.due(self.step):
+            if self.step >= self.pace.next_step:
                 self.agreed.append((self.step, self.now))
                 self.pace.settle(self.step, interval or self.pace.proposal(self.step))
 
@@ -47,7 +47,7 @@ def test_the_first_step_counts_for_nothing():
     run.steps(1, 60.0)
     assert run.pace.proposal(1) == 1, "no step since the agreement: nothing new"
     run.steps(1, 0.001)
-    assert run.gaps() == [1] and run.pace.due(2 + GROWTH) and not run.pace.due(2 + GROWTH - 1)
+    assert run.gaps() == [1] and run.pace.next_step == 2 + GROWTH
 
 
 def test_intervals_grow_fourfold_to_the_seconds_between_agreements():
@@ -100,12 +100,6 @@ def test_a_save_in_flight_is_looked_at_after_every_step():
     before = len(run.agreed)
     run.steps(5, 0.001, interval=1)
     assert len(run.agreed) == before + 5
-
-
-def test_due_alone_changes_nothing():
-    run = Run()
-    run.steps(2, 0.1)
-    assert [run.pace.due(step) for step in (3, 5, 6, 7, 3)] == [False, False, True, True, False]
 
 
 def test_seconds_must_be_positive():
