@@ -269,7 +269,12 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("numbers", [(signal.SIGINT,), (signal.SIGINT, signal.SIGINT), (signal.SIGKILL,)])
+@pytest.mark.parametrize(
+    "numbers",
+    at_night(
+        [(signal.SIGINT,), (signal.SIGINT, signal.SIGINT), (signal.SIGKILL,)], but=[(signal.SIGINT,), (signal.SIGKILL,)]
+    ),
+)
 def test_all_ranks_end_with_their_caller(tmp_path, numbers):
     """After Ctrl-C, after the second one if ranks do not end, and after kill -9 of the caller."""
     (tmp_path / "program.py").write_text(SLEEPS)

@@ -111,9 +111,9 @@ def test_a_callback_of_the_chief_that_hangs_is_named(hook, kind, tmp_path):
     ("hook", "kind", "caught"),
     [
         ("on_epoch_end", "hk.fit", "raised"),
-        ("on_epoch_end", "plain", "raised"),
+        pytest.param("on_epoch_end", "plain", "raised", marks=pytest.mark.nightly),
         ("on_train_batch_end", "plain", "caught"),
-        ("function", "hk.fit", "raised"),
+        pytest.param("function", "hk.fit", "raised", marks=pytest.mark.nightly),
     ],
 )
 def test_a_callback_of_the_chief_that_raises_ends_the_job(hook, kind, caught, tmp_path):

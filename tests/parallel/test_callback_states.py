@@ -110,7 +110,7 @@ def assert_equal(got, expected):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 def test_a_run_that_is_killed_and_continued_decides_like_one_that_was_not(shared_path, sharded):
     whole, model = train(shared_path, "whole", sharded=sharded)

@@ -58,7 +58,7 @@ class ByRank(keras.Sequential):
         return super().compute_loss(*arguments, **named) * (hk.rank() + 1)
 
 
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(1, 2)
 def test_programs_that_are_right_are_equal(rng):
     """Unseeded weights, dropout, normalization, own steps, 16 bits, sums, shards; of uneven batches."""
     x, y = line(rng, 24)
@@ -92,7 +92,7 @@ def test_logs_that_are_no_numbers_are_not_compared(rng):
     assert "stage" not in {each.name for each in result.values}
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2)
 def test_what_differs_is_named_with_its_cause(rng):
     x, y = line(rng, 24)
     y = y + 3  # a batch that is not centred

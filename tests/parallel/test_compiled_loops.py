@@ -96,7 +96,7 @@ def assert_equal(one, other):
     keras.tree.map_structure(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), one, other)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", at_night(MODELS, but=("masked", "bidirectional", "two_of_labels")))
 def test_gradients_of_loops_and_branches_are_compiled(name, lines):
     make, y = MODELS[name]

@@ -41,7 +41,7 @@ def assert_equal(one, other):
     keras.tree.map_structure(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), one, other)
 
 
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("has_fixed_rows", at_night((False, True), but=[False]))
 def test_the_losses_of_several_outputs(has_fixed_rows):
     """Keras weights them by the rows of a batch only if the shapes of the data declare them."""

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import hvdkit as hk
 
-pytestmark = [pytest.mark.usefixtures("removed"), pytest.mark.ranks(1, 2, 3)]
+pytestmark = [pytest.mark.usefixtures("removed"), pytest.mark.ranks(1, 2)]
 ROWS, BATCH = 397, 8  # the last of 50 batches is short, and its shares are uneven
 
 
@@ -44,7 +44,9 @@ def train(model, *data, after=0, **options):
         return None
 
 
-@pytest.mark.parametrize("shuffle", [pytest.param(True, marks=pytest.mark.core(2)), False, "batch"])
+@pytest.mark.parametrize(
+    "shuffle", [pytest.param(True, marks=[pytest.mark.core(2), pytest.mark.ranks(1, 2, 3)]), False, "batch"]
+)
 def test_a_run_with_a_seed_equals_one_that_was_not_interrupted(shared_path, shuffle):
     rng = np.random.default_rng(5)
     x = rng.normal(size=(ROWS, 4)).astype("float32")

@@ -104,7 +104,7 @@ NOT_MEANS = {
     "subclass": OverBatch(),
 }
 IN_CORE = ("dice",)
-AT_NIGHT = ("tversky", "sum of dice", "hardest negative", "centered", "subclass")
+AT_NIGHT = ("tversky", "sum of dice", "masked mean", "bce and dice", "hardest negative", "centered", "subclass")
 OTHERS = [
     pytest.param(name, marks=[pytest.mark.nightly] * (name in AT_NIGHT)) for name in sorted(NOT_MEANS.keys() - IN_CORE)
 ]
@@ -117,7 +117,7 @@ def test_any_loss_and_metric_function_is_that_of_one_process(rng, capfd, name):
     check_loss(NOT_MEANS[name], name, rng, capfd)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_losses_are_those_of_one_process(rng, capfd, name):
     check_loss(NOT_MEANS[name], name, rng, capfd)

@@ -285,7 +285,7 @@ class OwnUpdates(keras.Model):
         return super().compute_metrics(x, y, y_pred, sample_weight)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2)
 def test_metrics_with_other_arguments_in_validation_and_in_branches(rng):
     x, y = line(rng, 22)
 

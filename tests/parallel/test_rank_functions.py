@@ -131,7 +131,7 @@ def scaling():
 
 
 @pytest.mark.core(2)
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2)
 def test_models_that_compute_another_function_are_an_error_before_the_first_step(rng):
     """Constants in globals, closures, numbers, objects, tables and submodels; arrays and datasets."""
     x, y = line(rng, 24)

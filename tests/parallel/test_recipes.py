@@ -14,7 +14,7 @@ import tensorflow as tf
 import hvdkit as hk
 
 layers = keras.layers
-pytestmark = pytest.mark.ranks(1, 2, 3)
+pytestmark = pytest.mark.ranks(1, 2)
 
 ROWS = 22  # batches of 7, 7, 7 and 1 rows: uneven shares, and a last batch with fewer rows than ranks
 OPTIONS = {"batch_size": 7, "epochs": 2, "shuffle": False, "verbose": 0}

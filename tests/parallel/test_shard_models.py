@@ -7,6 +7,7 @@ import numpy as np
 import partitioned
 import pytest
 import recommender
+from helpers.tiers import at_night
 
 import hvdkit as hk
 
@@ -56,7 +57,7 @@ def test_its_metrics_count_every_example_once():
     assert loss == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("write", [inputs.write_parquet, inputs.write_criteo])
+@pytest.mark.parametrize("write", at_night([inputs.write_parquet, inputs.write_criteo], but=[inputs.write_criteo]))
 def test_a_recommender_learns_from_files(write, shared_path):
     """A run that stopped within an epoch and was continued equals one that was not."""
     folder = shared_path / "clicks"
