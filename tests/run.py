@@ -55,8 +55,6 @@ from helpers.time_limit import UNTIL, is_over
 ROOT = Path(__file__).resolve().parents[1]
 SHOWN = 25
 """Number of the slowest tests that a run ends with."""
-MOST_PATIENCE = 3.0
-"""How many times longer a slow machine may take until a launch, or what a test has started, counts as hung."""
 STOP = threading.Event()
 """Set if this run is interrupted: every launch ends, and no new one starts."""
 # Files of tests/jobs that compare the seconds until a job ends, and the names of their launches.
@@ -113,7 +111,7 @@ class Config:
     jobs: Annotated[bool, tyro.conf.arg(aliases=["--faults"])] = True
     """Run tests/jobs: jobs under every launcher, on this host and on several in network namespaces."""
     stall: float = 600.0
-    """Seconds without a finished test after which a launch is ended as hung, more on a slow machine. No total limit."""
+    """Seconds without a finished test after which a launch is ended as hung. Its total time has no limit."""
     limit: float | None = None
     """Seconds after which no further test begins: a slow machine skips what is left, and says how many."""
     keep: bool = False
@@ -190,7 +188,7 @@ def run_all(listed: list[Launch], config: Config) -> Iterator[Launch]:
             print(f"{launch.name}: not begun, as no time was left", flush=True)
             return launch
         print(f"{launch.name} ...", flush=True)
-        run(launch, config.stall * min(speed.slowdown(), MOST_PATIENCE))
+        run(launch, config.stall)
         return launch
 
     for together, workers in ((others, lanes()), (timed, 1)):

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 
-# The runner's --stall, longer on a slow machine: seconds without a finished test after which a launch is hung.
+# The runner's --stall: seconds without a finished test after which a launch is ended as hung.
 STALL = float(os.environ.get("HVDKIT_TEST_STALL", "600"))
 # Seconds a test waits for what it started. Less than STALL, so that the test itself fails with an explanation.
 WAIT = STALL / 2
