@@ -73,6 +73,12 @@ def same_values(found: Iterable[Any], expected: Iterable[Any], *, rtol: float = 
             np.testing.assert_array_equal(mine, theirs, err_msg=name)
 
 
+def same_nests(found: Any, expected: Any, *, rtol: float = 1e-4, atol: float = 1e-5) -> None:
+    """Compare nested tuples, lists and dicts of arrays or tensors."""
+    keras.tree.assert_same_structure(found, expected)
+    same_values(keras.tree.flatten(found), keras.tree.flatten(expected), rtol=rtol, atol=atol)
+
+
 def raises_on_several(error: Any, match: str) -> contextlib.AbstractContextManager[Any]:
     """Expect an error on every rank; a single rank cannot differ from others, so expect none there."""
     return pytest.raises(error, match=match) if hk.size() > 1 else contextlib.nullcontext()

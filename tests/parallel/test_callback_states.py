@@ -9,6 +9,7 @@ import signal
 import keras
 import numpy as np
 import pytest
+from helpers.as_one import same_values
 
 import hvdkit as hk
 
@@ -104,12 +105,6 @@ def outcome(model, folder, run):
     return weights, saved
 
 
-def assert_equal(got, expected):
-    assert len(got) == len(expected)
-    for a, b in zip(got, expected, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 def test_a_run_that_is_killed_and_continued_decides_like_one_that_was_not(shared_path, sharded):
@@ -124,7 +119,7 @@ def test_a_run_that_is_killed_and_continued_decides_like_one_that_was_not(shared
     assert history.epoch == whole.epoch[begin:]
     assert history.history == {name: values[begin:] for name, values in whole.history.items()}
     weights, saved = outcome(model, shared_path, "parts")
-    assert_equal(weights, expected[0])
+    same_values(weights, expected[0])
     if hk.is_chief():
         assert saved[0] == expected[1][0]  # the rows of the CSV file
 
@@ -132,7 +127,7 @@ def test_a_run_that_is_killed_and_continued_decides_like_one_that_was_not(shared
     history, model = train(shared_path, "parts", sharded=sharded)
     assert history.epoch == []
     again, kept = outcome(model, shared_path, "parts")
-    assert_equal(again, weights)
+    same_values(again, weights)
     assert kept == saved
 
 
@@ -144,7 +139,7 @@ def test_a_run_that_is_complete_says_what_ended_it(shared_path, caplog):
         assert f"nothing to train: the run was stopped by EarlyStopping at step {steps} (" in caplog.text
     history, _ = train(shared_path, "run", patience=8)  # more patience: it goes on
     assert history.epoch[0] == steps // 3 and len(history.epoch) > 1
-    assert_equal(again.get_weights(), model.get_weights())
+    same_values(again.get_weights(), model.get_weights())
 
 
 def test_a_signal_in_the_last_step_of_an_epoch_keeps_its_decisions(shared_path):
@@ -186,10 +181,10 @@ def test_in_plain_fit_the_callbacks_to_save_are_passed(shared_path):
     plain("parts", 3)
     history, model = plain("parts", EPOCHS)
     assert history.epoch[0] == 3 and history.epoch == whole.epoch[3:]
-    assert_equal(model.get_weights(), expected.get_weights())
+    same_values(model.get_weights(), expected.get_weights())
     again, model = plain("parts", EPOCHS)
     assert not again.epoch
-    assert_equal(model.get_weights(), expected.get_weights())
+    same_values(model.get_weights(), expected.get_weights())
 
 
 def test_a_run_may_get_and_lose_callbacks(shared_path):

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.as_one import same_nests
 from helpers.counting import counting
 from helpers.tiers import at_night
 
@@ -113,10 +114,6 @@ def fitted(make, optimizer, *, jit_compile, x=X, y=Y, batch_size=12, compiles=No
     return results
 
 
-def assert_equal(one, other):
-    keras.tree.map_structure(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), one, other)
-
-
 CASES = {
     "dense": (dense, lambda: opts.SGD(0.1, momentum=0.9), {}),
     "dropout": (lambda: dense(layers.Dropout(0.3), layers.GaussianNoise(0.1)), lambda: opts.SGD(0.1), {}),
@@ -139,7 +136,7 @@ CASES = {
 def assert_compiled_is_equal(name):
     make, optimizer, options = CASES[name]
     plain = fitted(make, optimizer, jit_compile=False, **options)
-    assert_equal(plain, fitted(make, optimizer, jit_compile=True, **options))
+    same_nests(plain, fitted(make, optimizer, jit_compile=True, **options))
 
 
 def test_ranks_that_have_built_other_models_before_number_their_names_apart(caplog):
@@ -168,7 +165,7 @@ def test_hk_fit_compiled_on_other_numbers_of_ranks(name):
 
 
 def test_an_own_train_step():
-    assert_equal(own_loss(False), own_loss(True))
+    same_nests(own_loss(False), own_loss(True))
 
 
 def own_loss(jit_compile):
@@ -187,7 +184,7 @@ def test_two_optimizers():
         history = hk.fit(model, X, batch_size=12, epochs=2, verbose=0)
         return history.history, model.generator.get_weights(), model.critic.get_weights()
 
-    assert_equal(run(False), run(True))
+    same_nests(run(False), run(True))
 
 
 def loop_of(wrap, make, optimizer, batches, *, weight=False):
@@ -229,14 +226,14 @@ def test_a_loop_compiled_equals_the_loop(name):
     if name == "shard_states":
         optimizer = lambda: opts.Adagrad(0.1)  # noqa: E731
     batches = local_batches()
-    assert_equal(loop_of(tf.function, make, optimizer, batches), loop_of(hk.compiled, make, optimizer, batches))
+    same_nests(loop_of(tf.function, make, optimizer, batches), loop_of(hk.compiled, make, optimizer, batches))
 
 
 @pytest.mark.ranks(1, 2, 3)
 def test_a_loop_with_uneven_batches():
     batches = local_batches(uneven=True)
     with_wrap = [loop_of(wrap, dense, lambda: opts.SGD(0.1), batches) for wrap in (tf.function, hk.compiled)]
-    assert_equal(*with_wrap)
+    same_nests(*with_wrap)
 
 
 def test_exchanges_are_those_of_the_uncompiled_step():
@@ -313,7 +310,7 @@ def test_strings_in_a_model():
         return keras.Model(inputs, layers.Dense(3)(layers.Dense(8, "tanh")(rows)))
 
     data = {"x": tf.constant(words), "y": y, "batch_size": 6}
-    assert_equal(
+    same_nests(
         fitted(make, lambda: opts.SGD(0.1), jit_compile=False, **data),
         fitted(make, lambda: opts.SGD(0.1), jit_compile=True, **data),
     )
@@ -369,7 +366,7 @@ def test_a_compile_error_on_one_rank_only(rank, monkeypatch):
             raise ValueError("cannot compile")
 
         monkeypatch.setattr(programs, "_digest", fail)
-    assert_equal(plain, loop_of(hk.compiled, dense, lambda: opts.SGD(0.1), batches))
+    same_nests(plain, loop_of(hk.compiled, dense, lambda: opts.SGD(0.1), batches))
 
 
 def test_an_error_of_the_step_is_raised():
@@ -408,7 +405,7 @@ def test_auto_measures_and_all_ranks_choose_the_same(monkeypatch, lines):
     model, choice = long_fit()
     assert choice.is_compiled in (False, True)
     assert len(set(hk.allgather_object(choice.is_compiled))) == 1
-    assert_equal(plain.get_weights(), model.get_weights())
+    same_nests(plain.get_weights(), model.get_weights())
     if hk.rank() == 0:
         assert "ms with XLA and" in lines.text
 
@@ -438,11 +435,11 @@ def test_the_choice_is_saved_with_the_run(monkeypatch, tmp_path_factory):
 def test_the_variable_decides_for_all(monkeypatch, lines):
     plain = fitted(dense, lambda: opts.SGD(0.1), jit_compile=False)
     monkeypatch.setenv("HVDKIT_JIT_COMPILE", "on")
-    assert_equal(plain, fitted(dense, lambda: opts.SGD(0.1), jit_compile=False))
+    same_nests(plain, fitted(dense, lambda: opts.SGD(0.1), jit_compile=False))
     assert hk.rank() or "train_step of Sequential" in lines.text
     lines.clear()
     monkeypatch.setenv("HVDKIT_JIT_COMPILE", "off")
-    assert_equal(plain, fitted(dense, lambda: opts.SGD(0.1), jit_compile=True))
+    same_nests(plain, fitted(dense, lambda: opts.SGD(0.1), jit_compile=True))
     loop_of(hk.compiled, dense, lambda: opts.SGD(0.1), local_batches(1))
     assert "XLA" not in lines.text
     monkeypatch.setenv("HVDKIT_JIT_COMPILE", "perhaps")

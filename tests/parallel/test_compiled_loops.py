@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.as_one import same_nests
 from helpers.tiers import at_night
 
 import hvdkit as hk
@@ -92,16 +93,12 @@ def fitted(make, y, *, jit_compile):
     return {"history": history.history, "weights": model.get_weights()}
 
 
-def assert_equal(one, other):
-    keras.tree.map_structure(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), one, other)
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", at_night(MODELS, but=("masked", "bidirectional", "two_of_labels")))
 def test_gradients_of_loops_and_branches_are_compiled(name, lines):
     make, y = MODELS[name]
     plain = fitted(make, y, jit_compile=False)
-    assert_equal(plain, fitted(make, y, jit_compile=True))
+    same_nests(plain, fitted(make, y, jit_compile=True))
     assert hk.rank() or "XLA compiles" in lines.text
     assert "not compiled: a program" not in lines.text and "inside" not in lines.text, lines.text
 
@@ -111,7 +108,7 @@ def test_what_stays_outside_has_the_gradient_of_tensorflow(layer):
     plain, compiled = (
         fitted(lambda: model_of(layer(), layers.Dense(16, "tanh")), Y, jit_compile=jit) for jit in (False, True)
     )
-    assert_equal(plain, compiled)
+    same_nests(plain, compiled)
 
 
 def test_a_slice_in_a_step_that_is_too_small_for_a_program(lines):

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.as_one import same_nests
 from helpers.tiers import at_night
 
 import hvdkit as hk
@@ -37,10 +38,6 @@ def results(data, *, jit_compile):
     return history, hk.evaluate(model, data, verbose=0, return_dict=True), model.get_weights()
 
 
-def assert_equal(one, other):
-    keras.tree.map_structure(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), one, other)
-
-
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("has_fixed_rows", at_night((False, True), but=[False]))
 def test_the_losses_of_several_outputs(has_fixed_rows):
@@ -48,7 +45,7 @@ def test_the_losses_of_several_outputs(has_fixed_rows):
     data = batches(14, has_fixed_rows=has_fixed_rows)
     plain = results(data, jit_compile=False)
     assert "kind_loss" in plain[0]
-    assert_equal(plain, results(data, jit_compile=True))
+    same_nests(plain, results(data, jit_compile=True))
 
 
 def test_uneven_shares_of_batches_with_and_without_fixed_rows():
@@ -59,8 +56,8 @@ def test_uneven_shares_of_batches_with_and_without_fixed_rows():
         data = batches(15, has_fixed_rows=has_fixed_rows)
         one = hk.fit(model, data, verbose=0).history
         other = hk.fit(reference, data, verbose=0).history
-        assert_equal(one, other)
-    assert_equal(model.get_weights(), reference.get_weights())
+        same_nests(one, other)
+    same_nests(model.get_weights(), reference.get_weights())
 
 
 def test_plain_fit_with_a_callback_of_hvdkit():
@@ -69,4 +66,4 @@ def test_plain_fit_with_a_callback_of_hvdkit():
         model = two_outputs(hk.DistributedOptimizer, jit_compile=jit_compile)
         return model.fit(batches(14), epochs=2, verbose=0, callbacks=[hk.callbacks.MetricAverage()]).history
 
-    assert_equal(run(False), run(True))
+    same_nests(run(False), run(True))

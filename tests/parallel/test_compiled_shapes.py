@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.as_one import same_nests
 from helpers.tiers import at_night
 
 import hvdkit as hk
@@ -50,14 +51,10 @@ def loop(wrap, data, *more, divides=False):
     return [v.numpy() for v in model.trainable_variables], logs
 
 
-def assert_equal(one, other):
-    keras.tree.map_structure(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), one, other)
-
-
 @pytest.mark.parametrize("divides", at_night((False, True), but=[True]))
 def test_shapes_that_come_at_other_steps_on_other_ranks(divides):
     data = batches(12, 12, 12, 7, 5, 12, 3, 7)
-    assert_equal(loop(tf.function, data, divides=divides), loop(hk.compiled, data, divides=divides))
+    same_nests(loop(tf.function, data, divides=divides), loop(hk.compiled, data, divides=divides))
 
 
 @pytest.fixture
@@ -67,9 +64,9 @@ def few_signatures(monkeypatch):
 
 def test_more_shapes_than_are_compiled(few_signatures):
     data = batches(*range(2, 8), 5)
-    assert_equal(loop(tf.function, data), loop(hk.compiled, data))
+    same_nests(loop(tf.function, data), loop(hk.compiled, data))
     dropped = [loop(wrap, data, layers.Dropout(0.3, seed=1)) for wrap in (tf.function, hk.compiled)]
-    assert_equal(*dropped)
+    same_nests(*dropped)
 
 
 def test_a_step_for_whose_shapes_no_other_can_be_traced(few_signatures):
@@ -87,7 +84,7 @@ def test_a_step_for_whose_shapes_no_other_can_be_traced(few_signatures):
         run = wrap(step)
         values.append([float(run(x)) for x, _ in batches(*range(1, 7))])
         assert hk.compare_variables([w])
-    assert_equal(*values)
+    same_nests(*values)
 
 
 @pytest.mark.parametrize("rank", at_night((0, -1), but=[-1]))
@@ -104,7 +101,7 @@ def test_a_later_shape_that_only_one_rank_cannot_compile(rank, monkeypatch, line
         return digest(text)
 
     monkeypatch.setattr(programs, "_digest", fail)
-    assert_equal(plain, loop(hk.compiled, data))
+    same_nests(plain, loop(hk.compiled, data))
     assert len(seen) > 2
     if hk.rank() == rank % hk.size():
         assert "not compiled for other shapes: a program: cannot compile this shape" in lines.text
@@ -157,8 +154,8 @@ def test_a_variable_that_differs_between_ranks(rank, others, monkeypatch):
 def test_a_variable_that_switches_xla_off_on_all_ranks(monkeypatch, lines):
     monkeypatch.setenv("HVDKIT_JIT_COMPILE", "off")
     data = batches(4, 5, 4)
-    assert_equal(loop(tf.function, data), loop(hk.compiled, data))
-    assert_equal(loop(tf.function, data), loop(lambda step: hk.compiled(tf.function(step)), data))
+    same_nests(loop(tf.function, data), loop(hk.compiled, data))
+    same_nests(loop(tf.function, data), loop(lambda step: hk.compiled(tf.function(step)), data))
     assert "XLA" not in lines.text
 
     @hk.compiled
