@@ -73,13 +73,6 @@ class LogdirLock:
         self._file = -1
         self._holder: Holder = {}
 
-    def __enter__(self) -> LogdirLock:
-        self.acquire()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.release()
-
     def acquire(self) -> None:
         """Acquire the lock without waiting. Not reentrant.
 
@@ -184,13 +177,6 @@ class StoreLock:
         self._ended = threading.Event()
         self._process: int | None = None
         self._writing = threading.Lock()  # so that the lock is not written again while it is released
-
-    def __enter__(self) -> StoreLock:
-        self.acquire()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.release()
 
     def acquire(self) -> None:
         """Acquire the lock, waiting only to see whether its holder lives. Not reentrant.

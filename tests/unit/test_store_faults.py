@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+from helpers.locks import held
 from helpers.object_store import BUCKET, RUN, STEP_1, STEP_2, make_impatient, state, value_of
 
 import hvdkit as hk
@@ -49,7 +50,7 @@ def test_the_lock_does_not_read_the_clock_of_the_store(store, monkeypatch, skew)
     monkeypatch.setattr(store_lock, "LEASE_SECONDS", 2.0)
     store.skew = skew
     store.refuses_skew = False
-    with store_lock.lock_of(open_store(RUN, "logdir")) as first:
+    with held(store_lock.lock_of(open_store(RUN, "logdir"))) as first:
         monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
         second = store_lock.StoreLock(first._path.parent)
         with pytest.raises(hk.CheckpointError, match="another run writes to"):

@@ -19,6 +19,7 @@ from unittest.mock import Mock
 
 import pytest
 from helpers.cases import case
+from helpers.locks import held
 
 from hvdkit.errors import CheckpointError
 from hvdkit.supervisor.lock import _FLOCK, NAME, LogdirLock
@@ -99,7 +100,7 @@ def test_killing_the_first_frees_it(tmp_path, start):
 def test_release_frees_it(tmp_path, start):
     start(tmp_path, "lock.release(); print('released', flush=True); time.sleep(4000)").stdout.readline()
     for _ in range(2):
-        with LogdirLock(tmp_path):
+        with held(LogdirLock(tmp_path)):
             assert f"(pid {os.getpid()} " in in_a_child(LogdirLock(tmp_path).acquire)
 
 
@@ -112,14 +113,14 @@ def test_a_child_that_outlives_the_holder_does_not_hold_it(tmp_path, start):
         first.kill()
         first.wait()
         os.kill(child, 0)
-        with LogdirLock(tmp_path):
+        with held(LogdirLock(tmp_path)):
             assert f"(pid {os.getpid()} " in in_a_child(LogdirLock(tmp_path).acquire)
     finally:
         os.kill(child, signal.SIGKILL)
 
 
 def test_a_child_that_ends_or_releases_takes_nothing_from_its_parent(tmp_path):
-    with LogdirLock(tmp_path) as lock:
+    with held(LogdirLock(tmp_path)) as lock:
         before = (tmp_path / NAME).stat().st_size
         assert in_a_child(lock.release) == "None"
         assert in_a_child(lambda: None) == "None"
@@ -131,19 +132,19 @@ def test_a_child_that_ends_or_releases_takes_nothing_from_its_parent(tmp_path):
 def test_a_second_lock_in_one_process_is_refused(tmp_path, start):
     (tmp_path / "run").mkdir()
     (tmp_path / "alias").symlink_to("run")
-    with LogdirLock(tmp_path / "run"):
+    with held(LogdirLock(tmp_path / "run")):
         for path in ("run", "alias"):
             with pytest.raises(CheckpointError, match=f"this process \\(pid {os.getpid()}\\)"):
                 LogdirLock(tmp_path / path).acquire()
         message = in_a_child(LogdirLock(tmp_path / "run").acquire)
         assert f"pid {os.getpid()} on" in message, "the first lock is still held"
-    with LogdirLock(tmp_path / "alias"):
+    with held(LogdirLock(tmp_path / "alias")):
         pass
 
 
 def test_it_is_kept_when_this_process_opens_and_closes_the_file(tmp_path):
     """A backup does this: a POSIX record lock would be lost."""
-    with LogdirLock(tmp_path / "run"):
+    with held(LogdirLock(tmp_path / "run")):
         shutil.copytree(tmp_path / "run", tmp_path / "copy")
         (tmp_path / "run" / NAME).read_text()
         assert f"(pid {os.getpid()} " in in_a_child(LogdirLock(tmp_path / "run").acquire)
@@ -158,7 +159,7 @@ def test_it_describes_its_holder_without_the_arguments_of_the_command(tmp_path, 
 
 
 def test_verify_finds_it_held_or_takes_it_again(tmp_path):
-    with LogdirLock(tmp_path) as lock:
+    with held(LogdirLock(tmp_path)) as lock:
         lock.verify()
         (tmp_path / NAME).unlink()  # as a user might
         lock.verify()
@@ -173,7 +174,7 @@ def test_verify_finds_it_held_or_takes_it_again(tmp_path):
 
 @pytest.mark.parametrize("lost", ["removed", "replaced", "freed"])
 def test_verify_refuses_if_another_run_has_taken_the_logdir(tmp_path, start, lost):
-    with LogdirLock(tmp_path) as lock:
+    with held(LogdirLock(tmp_path)) as lock:
         if lost == "freed":  # as an NFS server does when it restarts
             fcntl.fcntl(lock._file, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))
         elif lost == "removed":
@@ -199,7 +200,7 @@ def test_a_system_without_such_locks_gets_a_record_lock(tmp_path, monkeypatch, s
         return control(file, command, *rest)
 
     monkeypatch.setattr(fcntl, "fcntl", old_kernel)
-    with LogdirLock(tmp_path) as lock:
+    with held(LogdirLock(tmp_path)) as lock:
         assert f"(pid {os.getpid()} " in in_a_child(LogdirLock(tmp_path).acquire)
         (tmp_path / NAME).read_text()  # loses the lock
         lock.verify()
@@ -207,7 +208,7 @@ def test_a_system_without_such_locks_gets_a_record_lock(tmp_path, monkeypatch, s
 
 
 def test_two_logdirs_at_once(tmp_path):
-    with LogdirLock(tmp_path / "a"), LogdirLock(tmp_path / "b"):
+    with held(LogdirLock(tmp_path / "a")), held(LogdirLock(tmp_path / "b")):
         for name in ("a", "b"):
             assert f"(pid {os.getpid()} " in in_a_child(LogdirLock(tmp_path / name).acquire)
 
@@ -248,7 +249,7 @@ def test_a_file_system_without_locks_is_warned_about(tmp_path, monkeypatch, capl
     for number in (errno.ENOLCK, errno.ENOTSUP):
         monkeypatch.setattr(fcntl, "fcntl", Mock(side_effect=OSError(number, os.strerror(number))))
         caplog.clear()
-        with case(number=number), caplog.at_level(logging.WARNING, "hvdkit"), LogdirLock(tmp_path):
+        with case(number=number), caplog.at_level(logging.WARNING, "hvdkit"), held(LogdirLock(tmp_path)):
             assert str(tmp_path) in caplog.text and "no locks" in caplog.text
             assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
 
