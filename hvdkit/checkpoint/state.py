@@ -15,7 +15,7 @@ from hvdkit.checkpoint.generators import numpy_state, python_state, state_to_jso
 from hvdkit.checkpoint.schema import FieldError
 from hvdkit.checkpoint.tensorfile import storable
 from hvdkit.errors import CorruptCheckpointError, describe
-from hvdkit.optimizer.equal_ranks import gradient_sums_of
+from hvdkit.optimizer.inner_optimizers import gradient_sums_of, updater_of
 from hvdkit.sharding.shards import (
     AnyVariable,
     FlatShardState,
@@ -182,7 +182,7 @@ def _moving_statistics(layer: keras.layers.Layer) -> set[int]:
 
 
 def _add_optimizer(state: State, name: str, optimizer: keras.optimizers.Optimizer) -> None:
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = updater_of(optimizer)
     reduction = getattr(inner, "_hvdkit", None)
     if reduction is None and any(holding_of(v) is not None for v in inner._trainable_variables):
         remedy = "wrap it; with hk.DistributedGradientTape as hk.DistributedOptimizer(optimizer, op=None)"

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from hvdkit.keras.plain_fit import CheckedCallback
 from hvdkit.keras.supervised_fit import is_supervised
 from hvdkit.layers import synchronize_batch_normalization
-from hvdkit.optimizer.equal_ranks import gradient_sums_of
-from hvdkit.optimizer.mixins import ranks_of
+from hvdkit.optimizer.inner_optimizers import gradient_sums_of, updater_of
+from hvdkit.optimizer.mixin import ranks_of
 from hvdkit.sharding.variables import broadcast_and_gather
 from hvdkit.supervisor.divergence import check_first_update
 
@@ -73,4 +73,4 @@ class BroadcastInitial(CheckedCallback):
 
 
 def _steps_per_update(optimizer: keras.Optimizer) -> int:
-    return getattr(getattr(optimizer, "inner_optimizer", optimizer), "gradient_accumulation_steps", None) or 1
+    return getattr(updater_of(optimizer), "gradient_accumulation_steps", None) or 1

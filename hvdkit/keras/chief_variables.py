@@ -17,7 +17,7 @@ from hvdkit.keras.rank_state import state_of
 from hvdkit.keras.shares import Shares
 from hvdkit.keras.step_scopes import has_own_step
 from hvdkit.keras.unchanged_models import is_complete
-from hvdkit.optimizer.equal_ranks import gradient_sums_of
+from hvdkit.optimizer.inner_optimizers import gradient_sums_of
 from hvdkit.optimizer.model_numbers import KnownNumbers, agree_on_numbers, known_numbers
 from hvdkit.sharding.shards import AnyVariable, holding_of, is_seed_state
 from hvdkit.sharding.variables import broadcast_and_gather

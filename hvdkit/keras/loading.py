@@ -17,7 +17,7 @@ from hvdkit import cluster
 from hvdkit.cluster.agreement import run_on_all_ranks
 from hvdkit.errors import describe
 from hvdkit.optimizer.distributed import distribute
-from hvdkit.optimizer.mixins import DistributedMixin
+from hvdkit.optimizer.mixin import DistributedMixin
 from hvdkit.sharding.variables import broadcast_variables
 
 

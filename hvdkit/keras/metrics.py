@@ -11,7 +11,7 @@ from hvdkit.collectives import Sum, grouped_allreduce
 from hvdkit.keras.plain_fit import CheckedCallback
 from hvdkit.keras.supervised_fit import is_supervised
 from hvdkit.layers.batch_norm import average_temporarily, synchronize_batch_normalization
-from hvdkit.optimizer.mixins import ranks_of
+from hvdkit.optimizer.mixin import ranks_of
 from hvdkit.supervisor.divergence import check_first_update
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from hvdkit.errors import describe
 from hvdkit.keras.attribute_swap import exchange_attributes, swap_attributes
 from hvdkit.optimizer.copies import Original
 from hvdkit.optimizer.distributed import distribute
-from hvdkit.optimizer.mixins import DistributedMixin
+from hvdkit.optimizer.inner_optimizers import updater_of
+from hvdkit.optimizer.mixin import DistributedMixin
 from hvdkit.sharding.optimizer_configs import config_of
 
 T = TypeVar("T")
@@ -99,7 +100,7 @@ def warn_of_repeated_rows(model: keras.Model) -> None:
     the squares. For optimizers that are linear in the gradient, the result is the same.
     """
     tables = [x for x in model._flatten_layers() if isinstance(x, keras.layers.Embedding) and x.trainable]
-    inner = [getattr(optimizer, "inner_optimizer", optimizer) for optimizer in optimizers_of(model)]
+    inner = [updater_of(optimizer) for optimizer in optimizers_of(model)]
     nonlinear = [type(optimizer).__name__ for optimizer in inner if not isinstance(optimizer, keras.optimizers.SGD)]
     if tables and nonlinear and cluster.is_chief():
         warn_once(
@@ -194,7 +195,7 @@ def following_originals(model: keras.Model) -> Iterator[None]:
             if optimizer._hvdkit_original is None:
                 continue
             original = optimizer._hvdkit_original.optimizer
-            variable = getattr(getattr(original, "inner_optimizer", original), "_learning_rate", None)
+            variable = updater_of(original)._learning_rate
             if not isinstance(variable, keras.Variable):  # a schedule or a function
                 continue
             if _rate(original) != optimizer._hvdkit_original.rate:

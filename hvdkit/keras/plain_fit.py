@@ -34,15 +34,9 @@ from hvdkit.keras.rank_state import compare_state, digests_of, state_of
 from hvdkit.keras.supervised_fit import is_supervised
 from hvdkit.layers.batch_norm import average_moving_statistics, check_batch_normalization
 from hvdkit.optimizer.callback_paths import check_paths, running_callbacks, written_paths
-from hvdkit.optimizer.equal_ranks import (
-    compare_end,
-    digest_of,
-    mark_checked,
-    slots_of,
-    synchronize_start,
-    with_values,
-)
-from hvdkit.optimizer.mixins import ranks_of
+from hvdkit.optimizer.equal_ranks import compare_end, digest_of, mark_checked, synchronize_start, with_values
+from hvdkit.optimizer.inner_optimizers import slots_of
+from hvdkit.optimizer.mixin import ranks_of
 from hvdkit.sharding.vocabulary import warn_of_full_buckets
 from hvdkit.watchdog.reporter import reporter
 

@@ -1,6 +1,6 @@
 """Wrap any Keras 3 optimizer so that it updates with gradients combined over all ranks.
 
-Keras calls ``apply`` in every step, both from ``fit`` and from custom training loops. The wrapper is a subclass of the
+``fit`` and custom training loops call ``apply`` in every step. The wrapper is a subclass of the
 optimizer's class whose ``apply`` combines the gradients before passing them on. With ``accumulate_steps``, Keras first
 accumulates the gradients locally; they are combined when Keras clips them, once per update.
 """
@@ -21,10 +21,11 @@ from hvdkit.errors import describe
 from hvdkit.machine.supported import OLDEST_KERAS
 from hvdkit.optimizer.compression import wire_dtype
 from hvdkit.optimizer.copies import copy_of, subclass
-from hvdkit.optimizer.mixins import CombiningMixin, DistributedMixin, LossScale, LossScaleMixin, check_inner
+from hvdkit.optimizer.inner_optimizers import LossScale, updater_of
+from hvdkit.optimizer.mixin import DistributedMixin
+from hvdkit.optimizer.optimizer_checks import check_inner, check_shardable
 from hvdkit.optimizer.reduction import Reduction
 from hvdkit.optimizer.row_updates import SparseUpdates
-from hvdkit.optimizer.sharded_state import ShardedStateMixin, check_shardable
 from hvdkit.sharding.shards import holding_of, is_local
 from hvdkit.sharding.variables import compare_variables
 
@@ -165,8 +166,8 @@ def distribute(
     if shard_states:
         _check_shardable_state(optimizer)
     if adds_loss_scale:
-        wrapped: DistributedMixin = _wrap_loss_scale(LossScale(copy_of(optimizer, type(optimizer))), reduction)
-        wrapped._scaled = False  # added implicitly: unscale gradients only after a call of scale_loss
+        wrapped = _wrap_loss_scale(LossScale(copy_of(optimizer, type(optimizer))), reduction)
+        wrapped._hvdkit_unscales = False  # added implicitly: unscale gradients only after a call of scale_loss
     else:
         wrapped = _wrap(optimizer, reduction)
     # Bypass Keras's tracking. A pickle contains this function.
@@ -183,7 +184,7 @@ def _wrap(optimizer: keras.optimizers.Optimizer, reduction: Reduction) -> Distri
         expected = "1 with a MultiOptimizer"
         remedy = "set gradient_accumulation_steps on its inner optimizers"
         raise ValueError(describe("accumulate_steps", reduction.accumulate_steps, expected, remedy))
-    cls = subclass(ShardedStateMixin if reduction.shard_states else CombiningMixin, type(optimizer))
+    cls = subclass(DistributedMixin, type(optimizer))
     steps = reduction.accumulate_steps if reduction.accumulate_steps > 1 else None
     begins = steps is not None and not optimizer.gradient_accumulation_steps
     options: dict[str, object] = {} if steps is None else {"gradient_accumulation_steps": steps}
@@ -192,7 +193,7 @@ def _wrap(optimizer: keras.optimizers.Optimizer, reduction: Reduction) -> Distri
     return copy_of(optimizer, cls, rebuilds=reduction.shard_states or begins or is_marked, **options)
 
 
-def _wrap_loss_scale(optimizer: keras.optimizers.LossScaleOptimizer, reduction: Reduction) -> LossScaleMixin:
+def _wrap_loss_scale(optimizer: keras.optimizers.LossScaleOptimizer, reduction: Reduction) -> DistributedMixin:
     """Combine scaled gradients, so that all ranks see the same overflow; the inner optimizer clips them unscaled."""
     accumulates = reduction.accumulate_steps > 1
     reduced = reduction.combines and not accumulates
@@ -200,7 +201,7 @@ def _wrap_loss_scale(optimizer: keras.optimizers.LossScaleOptimizer, reduction: 
     inner = _wrap(optimizer.inner_optimizer, of_inner)
     inner._hvdkit_has_begun = True  # the outer one compares the ranks
     of_outer = replace(reduction, combines=reduced, clip_global_norm=None)
-    return copy_of(optimizer, subclass(LossScaleMixin, type(optimizer)), inner_optimizer=inner, _hvdkit=of_outer)
+    return copy_of(optimizer, subclass(DistributedMixin, type(optimizer)), inner_optimizer=inner, _hvdkit=of_outer)
 
 
 def _check_optimizer(optimizer: object) -> None:
@@ -218,7 +219,7 @@ def _check_optimizer(optimizer: object) -> None:
 
 def _check_shardable_state(optimizer: keras.optimizers.Optimizer) -> None:
     """Reject optimizers that cannot be sharded: norms of whole variables, or state that differs between ranks."""
-    check_shardable(optimizer.inner_optimizer if isinstance(optimizer, LossScale) else optimizer)
+    check_shardable(updater_of(optimizer))
     if not optimizer.built or cluster.size() == 1:
         return
     if any(is_local(v) for v in optimizer._trainable_variables):
@@ -232,8 +233,7 @@ def _accumulation(optimizer: keras.optimizers.Optimizer, accumulate_steps: int) 
     """Return the number of steps to accumulate, from the argument or the optimizer's gradient_accumulation_steps."""
     if not isinstance(accumulate_steps, int) or accumulate_steps < 1:
         raise ValueError(describe("accumulate_steps", accumulate_steps, "a whole number >= 1", "pass e.g. 4"))
-    inner = optimizer.inner_optimizer if isinstance(optimizer, LossScale) else optimizer
-    own = getattr(inner, "gradient_accumulation_steps", None) or 1
+    own = getattr(updater_of(optimizer), "gradient_accumulation_steps", None) or 1
     if own > 1 and accumulate_steps not in (1, own):
         raise ValueError(
             describe("accumulate_steps", accumulate_steps, f"{own}, as the optimizer was created with", "pass it once")

@@ -8,6 +8,7 @@ ones through a proxy variable that uses memory only during the step.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -66,7 +67,7 @@ class _FlatBuffer(NamedTuple):
 
 
 class ElementPartition:
-    """The part of a list of variables that this rank updates.
+    """The part of a list of variables that this rank updates. If the list is empty, every rank updates whole variables.
 
     Args:
         variables: TensorFlow or Keras variables, the same list on every rank. Shards and local variables are updated
@@ -89,7 +90,7 @@ class ElementPartition:
         self._indices: dict[int, int] = {}
         for index, pair in enumerate(zip(self.variables, self.targets, strict=True)):
             self._indices |= {id(inner_variable(variable)): index for variable in pair}
-        self.release()
+        self._release()
 
     def _target_of(self, index: int) -> AnyVariable:
         variable = self.variables[index]
@@ -100,7 +101,7 @@ class ElementPartition:
             return PartProxy(variable, len(shard.elements))
 
     def __contains__(self, variable: AnyVariable) -> bool:
-        return id(inner_variable(variable)) in self._indices
+        return bool(self._indices) and id(inner_variable(variable)) in self._indices
 
     def target_of(self, variable: AnyVariable) -> AnyVariable:
         """Return the target of a variable or proxy; the variable itself if it is not in the list."""
@@ -114,12 +115,17 @@ class ElementPartition:
         """Return the elements of a variable that this rank updates; None for a shard, a local or another variable."""
         return self._shards.get(self._indices[id(inner_variable(variable))]) if variable in self else None
 
-    def load(self) -> None:
-        """Copy the variables' elements into the proxies."""
-        for index, proxy in self._proxies():
-            proxy.set_elements(self._slice(inner_variable(self.variables[index]).read_value(), index))
+    @contextlib.contextmanager
+    def loaded(self) -> Iterator[None]:
+        """Inside, the proxies hold the elements of the variables."""
+        try:
+            for index, proxy in self._proxies():
+                proxy.set_elements(self._slice(inner_variable(self.variables[index]).read_value(), index))
+            yield
+        finally:
+            self._release()
 
-    def release(self) -> None:
+    def _release(self) -> None:
         """Free the memory of the proxies."""
         for _, proxy in self._proxies():
             # The length must not be known statically, or TensorFlow rejects the change of shape.
@@ -132,6 +138,8 @@ class ElementPartition:
 
     def slice_gradients(self, placed: PlacedGradients) -> PlacedGradients:
         """Return this rank's elements of replicated gradients."""
+        if not self.variables:
+            return placed
         results = []
         for grad, variable in zip(placed.grads, placed.variables, strict=True):
             index = self._indices[id(inner_variable(variable))]
@@ -153,8 +161,11 @@ class ElementPartition:
         """Combine the gradients over ranks (Average or Sum) and return this rank's elements. Ranks must have agreed.
 
         There is one exchange per buffer, in which each rank sends and receives (N-1)/N of the gradients' bytes.
-        Missing gradients and None are sent as zeros. Gradients of shards and local variables are combined as usual.
+        Missing gradients and None are sent as zeros. Gradients of shards and local variables are combined as usual, and
+        so are all of them if the partition is empty.
         """
+        if not self.variables:
+            return combine(placed, reduction, reduction.call_site)
         pairs = zip(placed.variables, placed.kinds, strict=True)
         indices = [self._indices[id(inner_variable(v))] for v, kind in pairs if kind == "replicated"]
         return combine(placed, reduction, reduction.call_site, partial(self._reduce, indices))
@@ -185,8 +196,22 @@ class ElementPartition:
         pairs = zip(buffer.indices, pieces, strict=False)
         return {index: tf.reshape(piece, self.targets[index].shape) for index, piece in pairs}
 
+    def constrain(self, variables: Sequence[AnyVariable], grads: Sequence[Gradient]) -> None:
+        """Apply the constraints of ``variables`` that have a gradient and of which this rank doesn't update all.
+
+        Keras has applied them to variables that this rank updates completely.
+        """
+        if not self.variables:
+            return
+        for variable, grad in zip(variables, grads, strict=True):
+            is_part = grad is not None and isinstance(self.target_of(variable), PartProxy)
+            if is_part and variable.constraint is not None:
+                variable.assign(variable.constraint(variable))
+
     def gather(self, variables: Sequence[AnyVariable]) -> None:
         """Gather the updated elements of ``variables`` from the ranks that own them, on every rank."""
+        if not self.variables:
+            return
         indices = {self._indices[id(inner_variable(variable))] for variable in variables if variable in self}
         for buffer in self._buffers:
             if not indices.isdisjoint(buffer.indices):

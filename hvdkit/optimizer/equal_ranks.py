@@ -18,6 +18,7 @@ from hvdkit.cluster.agreement import agree, compare, gather
 from hvdkit.cluster.logs import get_logger, warn_once
 from hvdkit.collectives.digests import digest, tf_variable
 from hvdkit.optimizer.callback_paths import check_paths, written_paths
+from hvdkit.optimizer.inner_optimizers import slots_of, with_inner
 from hvdkit.sharding.shards import AnyVariable, differs_by_rank
 from hvdkit.sharding.variables import broadcast_variables
 
@@ -40,8 +41,7 @@ def compare_start(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any
     """
     group = optimizer._hvdkit.group
     is_late = not tf.inside_function()
-    parts = [optimizer, getattr(optimizer, "inner_optimizer", optimizer)]
-    combines = any(part._hvdkit.combines for part in parts)
+    combines = any(part._hvdkit.combines for part in _distributed_parts([optimizer]))
     if cluster.size() == 1 or not (is_fit or (combines and group is None and not is_late)):
         return
     if is_fit:
@@ -114,25 +114,6 @@ def warn_of_no_callback() -> None:
         warn_once(_NO_CALLBACK)
 
 
-def slots_of(optimizer: keras.optimizers.Optimizer) -> list[AnyVariable]:
-    """Return slots and counters, without the gradients that each rank has accumulated."""
-    sums = {id(v) for v in gradient_sums_of(optimizer)}
-    return [v for v in optimizer.variables if id(v) not in sums]
-
-
-def gradient_sums_of(optimizer: keras.optimizers.Optimizer) -> list[AnyVariable]:
-    """Return the gradients accumulated since the last update, of which each rank has its own."""
-    return [v for part in _with_inner(optimizer) for v in getattr(part, "_accumulated_gradients", ())]
-
-
-def _with_inner(optimizer: keras.optimizers.Optimizer | None) -> Iterator[keras.optimizers.Optimizer]:
-    """Yield ``optimizer`` and the inner optimizers of a LossScaleOptimizer or MultiOptimizer."""
-    yield optimizer
-    for inner in (getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())):
-        if inner is not None:
-            yield from _with_inner(inner)
-
-
 def digest_of(variables: Iterable[AnyVariable]) -> bytes:
     """Return one digest of the values of all replicated ``variables``."""
     return xxhash.xxh3_128_digest(b"".join(digest(v) for v in variables if not differs_by_rank(v)))
@@ -157,7 +138,7 @@ def mark_checked(optimizers: Sequence[keras.optimizers.Optimizer], is_checked: b
 
 
 def _distributed_parts(optimizers: Sequence[keras.optimizers.Optimizer | None]) -> list[keras.optimizers.Optimizer]:
-    return [part for each in optimizers for part in _with_inner(each) if hasattr(part, "_hvdkit_is_checked")]
+    return [part for each in optimizers for part in with_inner(each) if hasattr(part, "_hvdkit_is_checked")]
 
 
 def note_equal(optimizer: keras.optimizers.Optimizer | None) -> None:

@@ -11,7 +11,7 @@ from hvdkit import cluster
 from hvdkit.cluster.agreement import compare, differing_indices, gather, run_and_describe
 from hvdkit.collectives.digests import digest
 from hvdkit.errors import describe
-from hvdkit.optimizer.equal_ranks import slots_of
+from hvdkit.optimizer.inner_optimizers import slots_of
 from hvdkit.sharding.shards import AnyVariable, differs_by_rank
 from hvdkit.sharding.variables import variable_name
 

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from hvdkit.errors import CorruptCheckpointError, describe, integer
 from hvdkit.internals import global_seed_generator
+from hvdkit.optimizer.inner_optimizers import updater_of
 from hvdkit.sharding.shards import AnyVariable
 
 
@@ -150,5 +151,5 @@ def built_optimizer(
 
 def current_rate(optimizer: keras.optimizers.Optimizer | None) -> float | None:
     """Return the learning rate that ``optimizer`` keeps in a variable; None if it uses a schedule."""
-    rate = getattr(getattr(optimizer, "inner_optimizer", optimizer), "_learning_rate", None)
+    rate = None if optimizer is None else updater_of(optimizer)._learning_rate
     return float(np.asarray(rate)) if isinstance(rate, keras.Variable) else None

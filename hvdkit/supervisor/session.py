@@ -18,7 +18,7 @@ from hvdkit.data.position import ArrayPosition, DataPosition
 from hvdkit.errors import CheckpointError, HvdkitError, describe
 from hvdkit.layers import average_moving_statistics, synchronize_batch_normalization
 from hvdkit.optimizer.equal_ranks import note_equal
-from hvdkit.optimizer.mixins import ranks_of
+from hvdkit.optimizer.mixin import ranks_of
 from hvdkit.sharding.shards import AnyVariable
 from hvdkit.supervisor import saved_state
 from hvdkit.supervisor.agreements import Agreements, agree_on_arguments, means_over_ranks

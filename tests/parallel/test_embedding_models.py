@@ -209,6 +209,9 @@ def test_nested_inputs_that_do_not_fit_name_the_features(rank, size):
 
 # ---- an optimizer and a learning rate for each table ----------------------------------------------------------
 
+AVERAGE = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
+DEFAULTS = OPTIMIZERS | {"average": lambda: keras.optimizers.SGD(0.1, **AVERAGE)}
+
 
 def with_optimizers(plan, **options):
     """Return four tables of one width: two with equal optimizers, one with another, one with the model's."""
@@ -255,6 +258,8 @@ def ids_of(tables, step, rank):
             ("column", False, None, "sgd"),
             ("table", False, 0.1, "sgd"),
             ("replicated", True, None, "momentum"),
+            ("row", True, None, "average"),
+            ("replicated", False, None, "average"),
         ],
     ),
 )
@@ -262,7 +267,7 @@ def test_each_table_is_updated_by_its_own_optimizer(plan, traced, clip, default,
     tables, layer = with_optimizers(plan)
     layer.build()
     before = layer.get_weights()
-    optimizer = hk.DistributedOptimizer(OPTIMIZERS[default](), clip_global_norm=clip)
+    optimizer = hk.DistributedOptimizer(DEFAULTS[default](), clip_global_norm=clip)
 
     def step(ids):
         with tf.GradientTape() as tape:
@@ -275,7 +280,7 @@ def test_each_table_is_updated_by_its_own_optimizer(plan, traced, clip, default,
     every = [[ids_of(tables, number, r) for r in range(size)] for number in range(3)]
     for number in range(3):
         run({name: tf.constant(x) for name, x in every[number][rank].items()})
-    own = [t.optimizer if t.optimizer is not None else OPTIMIZERS[default]() for t in tables]
+    own = [t.optimizer if t.optimizer is not None else DEFAULTS[default]() for t in tables]
     copies = [type(o).from_config(o.get_config()) for o in own]
     same_values(layer.get_weights(), reference(before, copies, every, clip), rtol=1e-4, atol=1e-6)
     assert int(optimizer.iterations) == 3

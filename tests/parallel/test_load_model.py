@@ -14,7 +14,7 @@ from helpers.saved_models import X, Y, fit, model_of
 from helpers.tiers import at_night
 
 import hvdkit as hk
-from hvdkit.optimizer.mixins import DistributedMixin
+from hvdkit.optimizer.mixin import DistributedMixin
 from hvdkit.sharding.shards import piece_states
 
 opts = keras.optimizers
@@ -107,7 +107,10 @@ hk.init()
 keras.utils.set_random_seed(5)
 model = keras.Sequential([keras.Input((2,), dtype="int64"), hk.layers.ShardedEmbedding(11, 4),
                           keras.layers.Flatten(), keras.layers.Dense(1)])
-model.compile(hk.DistributedOptimizer(keras.optimizers.Adam(0.01), sparse_updates="exact"), "mse", jit_compile=False)
+optimizer = keras.optimizers.Adam(0.01)
+if sys.argv[2] == "scaled":
+    optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+model.compile(hk.DistributedOptimizer(optimizer, sparse_updates="exact"), "mse", jit_compile=False)
 ids = np.arange(24).reshape(12, 2) % 11
 model.fit(ids, ids[:, :1] / 11.0, batch_size=4, shuffle=False, verbose=0)
 model.save(sys.argv[1] + "/model.keras")
@@ -115,10 +118,11 @@ np.savez(sys.argv[1] + "/slots.npz", *[np.asarray(v) for v in model.optimizer.va
 """
 
 
-def test_sharded_tables_come_with_their_slots(rank, size, shared_path):
+@pytest.mark.parametrize("optimizer", ["plain", "scaled"])
+def test_sharded_tables_come_with_their_slots(optimizer, shared_path):
     if hk.is_chief():
         alone = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PMI_"))}
-        subprocess.run([sys.executable, "-c", WRITER, str(shared_path)], env=alone, check=True)
+        subprocess.run([sys.executable, "-c", WRITER, str(shared_path), optimizer], env=alone, check=True)
     hk.barrier()
     loaded = hk.load_model(shared_path / "model.keras", sparse_updates="exact")
     slots = list(np.load(shared_path / "slots.npz").values())

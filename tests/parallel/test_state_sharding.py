@@ -341,13 +341,42 @@ def test_a_built_optimizer_is_divided_with_its_state(rank, size):
             hk.DistributedOptimizer(plain, shard_states=True)
 
 
-def test_kerass_own_files_hold_whole_optimizers_only(tmp_path, size):
+def made_model(wrap, scaled):
+    keras.utils.set_random_seed(3)
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
-    model.compile(hk.DistributedOptimizer(opts.Adam(0.1), shard_states=True), "mse", jit_compile=False)
+    optimizer = opts.LossScaleOptimizer(opts.Adam(0.1), initial_scale=4.0) if scaled else opts.Adam(0.1)
+    model.compile(wrap(optimizer), "mse", jit_compile=False)
+    return model
+
+
+def with_sharded_states(optimizer):
+    return hk.DistributedOptimizer(optimizer, shard_states=True)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_kerass_own_files_hold_whole_optimizers_only(scaled, tmp_path, size):
+    model = made_model(with_sharded_states, scaled)
     model.optimizer.build(model.trainable_variables)
     if size > 1:
         with pytest.raises(hk.HvdkitError, match=r"1/\d \(shard_states=True\).*hk.checkpoint.save"):
             model.save(tmp_path / "model.keras")
     else:
         model.save(tmp_path / "model.keras")
-        assert len(keras.models.load_model(tmp_path / "model.keras").optimizer.variables) == 6
+        loaded = keras.models.load_model(tmp_path / "model.keras")
+        assert len(loaded.optimizer.variables) == (8 if scaled else 6)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_whole_optimizer_that_keras_saved_is_loaded_by_part(scaled, rng, tmp_path):
+    x = rng.normal(size=(8, 3)).astype("float32")
+    y = rng.normal(size=(8, 2)).astype("float32")
+    plain = made_model(lambda optimizer: optimizer, scaled)
+    plain.fit(x, y, batch_size=8, verbose=0)
+    plain.save_weights(tmp_path / "model.weights.h5")
+    model = made_model(with_sharded_states, scaled)
+    model.optimizer.build(model.trainable_variables)
+    model.load_weights(tmp_path / "model.weights.h5")
+    for each in (plain, model):
+        each.fit(x, y, batch_size=8, verbose=0)  # the same batch on every rank
+    same_values(model.trainable_variables, plain.trainable_variables, rtol=1e-6)
+    assert int(model.optimizer.iterations) == 2

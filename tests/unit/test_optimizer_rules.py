@@ -137,6 +137,29 @@ def test_adam_says_that_it_updates_rows_of_tables(caplog):
     assert 'sparse_updates="exact"' in found[0]
 
 
+class Lookahead(opts.SGD):
+    """A user's optimizer that keeps another one, under the name that Keras's LossScaleOptimizer uses."""
+
+    def __init__(self, inner_optimizer, **options):
+        super().__init__(0.5, **options)
+        self.inner_optimizer = inner_optimizer
+
+
+@pytest.mark.parametrize("op", [hk.Average, None])
+def test_only_a_loss_scale_is_updated_by_its_inner_optimizer(op, tmp_path):
+    shared = keras.Variable([4.0])
+    local = keras.Variable([4.0])
+    hk.register_local_variables([local])
+    optimizer = hk.DistributedOptimizer(Lookahead(opts.SGD(0.1)), op=op)
+    for _ in range(2):
+        optimizer.apply([tf.constant([2.0]), tf.constant([2.0])], [shared, local])
+    assert float(shared[0]) == float(local[0]) == 2.0
+    path = hk.checkpoint.save(tmp_path / "step-2", {"optimizer": optimizer})
+    optimizer.iterations.assign(7)
+    hk.checkpoint.restore(path, {"optimizer": optimizer})
+    assert int(optimizer.iterations) == 2
+
+
 def test_a_loss_scale_around_a_distributed_optimizer_is_noticed_when_it_is_made():
     """By what Keras's constructor assigns; not by options, hvdkit's own one, or copies."""
     optimizer = hk.DistributedOptimizer(opts.SGD(0.1, loss_scale_factor=4.0))

@@ -25,6 +25,7 @@ from hvdkit.keras.model_optimizers import all_optimizers
 from hvdkit.keras.rank_functions import FirstRows
 from hvdkit.keras.rank_state import untracked_variables
 from hvdkit.keras.unchanged_models import in_inference, is_augmentation
+from hvdkit.optimizer.inner_optimizers import updater_of
 from hvdkit.sharding.shards import AnyVariable, holding_of, is_seed_state
 
 if TYPE_CHECKING:
@@ -206,11 +207,11 @@ class StepRecorder(keras.callbacks.Callback):
 
 
 def _optimizers(model: keras.Model) -> Iterable[keras.Optimizer]:
-    """Return the optimizers of a model that update variables: those inside of others."""
+    """Return the optimizers of a model that update variables: those inside others."""
     found: dict[int, keras.Optimizer] = {}
     for optimizer in all_optimizers(model):
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
-        for each in getattr(inner, "optimizers", [inner]):
+        updater = updater_of(optimizer)
+        for each in getattr(updater, "optimizers", [updater]):
             found[id(each)] = each
     return found.values()
 

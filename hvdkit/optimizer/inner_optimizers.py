@@ -1,0 +1,38 @@
+"""The optimizers inside a LossScaleOptimizer or MultiOptimizer, and the variables of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import keras
+
+from hvdkit.sharding.shards import AnyVariable
+
+LossScale = keras.optimizers.LossScaleOptimizer
+
+
+def updater_of(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """Return the optimizer that updates the variables: of a LossScaleOptimizer, the one inside.
+
+    Other optimizers with an attribute ``inner_optimizer`` are their users' own, and may use it in any way.
+    """
+    return optimizer.inner_optimizer if isinstance(optimizer, LossScale) else optimizer
+
+
+def with_inner(optimizer: keras.optimizers.Optimizer | None) -> Iterator[keras.optimizers.Optimizer]:
+    """Yield ``optimizer`` and the inner optimizers of a LossScaleOptimizer or MultiOptimizer."""
+    yield optimizer
+    inner = [optimizer.inner_optimizer] if isinstance(optimizer, LossScale) else getattr(optimizer, "optimizers", ())
+    for each in inner:
+        yield from with_inner(each)
+
+
+def slots_of(optimizer: keras.optimizers.Optimizer) -> list[AnyVariable]:
+    """Return slots and counters, without the gradients that each rank has accumulated."""
+    sums = {id(v) for v in gradient_sums_of(optimizer)}
+    return [v for v in optimizer.variables if id(v) not in sums]
+
+
+def gradient_sums_of(optimizer: keras.optimizers.Optimizer) -> list[AnyVariable]:
+    """Return the gradients accumulated since the last update, of which each rank has its own."""
+    return [v for part in with_inner(optimizer) for v in getattr(part, "_accumulated_gradients", ())]
