@@ -5,6 +5,7 @@
     @pytest.mark.ranks(2, 3)    # of tests/parallel: at these numbers of ranks; without the mark only at 2
     @pytest.mark.full           # not in the core tier; the default, except in tests/unit
     @pytest.mark.nightly        # in the nightly tier only
+    @pytest.mark.nightly(1, 3)  # of tests/parallel: in the nightly tier only at these numbers of ranks
 
     core     `make test`: ten minutes on two slow cores
     rest     what `all` has in addition
@@ -27,7 +28,7 @@ TIERS: tuple[str, ...] = get_args(Tier)
 MARKS = {
     "core(*numbers)": "in every tier, also in `make test`; with numbers of ranks, in the core tier at these only",
     "full": "not in the core tier",
-    "nightly": "in the nightly tier only",
+    "nightly(*numbers)": "in the nightly tier only; with numbers of ranks, at these",
     "ranks(*numbers)": "the numbers of ranks at which a test of tests/parallel runs, default 2",
 }
 _OF_TESTS = ("core", "full", "nightly")
@@ -51,10 +52,15 @@ def selects(tier: Tier, size: int, item: pytest.Item) -> bool:
 
 
 def tier_of(item: pytest.Item, size: int) -> str:
-    """Return "core", "full" or "nightly" on ``size`` ranks: the mark of a case, its test, its class or its module."""
+    """Return "core", "full" or "nightly" on ``size`` ranks: the mark of a case, its test, its class or its module.
+
+    A mark "nightly" with numbers of ranks is an exception to the others.
+    """
+    if any(size in mark.args for mark in item.iter_markers("nightly")):
+        return "nightly"
     for node in reversed(item.listchain()):
         for mark in reversed(node.own_markers):  # those of a case come after those of its function
-            if mark.name in _OF_TESTS:
+            if mark.name in _OF_TESTS and not (mark.name == "nightly" and mark.args):
                 return "full" if mark.args and size not in mark.args else mark.name
     return "core" if "unit" in item.path.parts else "full"
 

@@ -59,7 +59,8 @@ def bench(folder, *options):
     return done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("loop", [COUNTED, pytest.param(BARE, marks=pytest.mark.nightly)], ids=["counted", "bare"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("loop", [COUNTED, BARE], ids=["counted", "bare"])
 def test_the_profile_of_a_program_blames_the_slow_rank_and_its_input(tmp_path, loop):
     """Steps are counted by a Supervisor, or only at the combination of gradients."""
     pause = 0.5 * slowdown()  # long compared with delays between ranks on shared cores
@@ -98,6 +99,7 @@ def test_steps_of_a_loop_with_sharded_states_are_counted(tmp_path, optimizer):
     assert [rank["steps"] for rank in profile["ranks"]] == [5, 5]
 
 
+@pytest.mark.nightly
 def test_a_built_in_model_is_timed_on_all_ranks_and_on_one(tmp_path):
     options = ["--batch", "4", "--steps", "4", "--warm-up", "2", "--profile", "p", "--json", "out.json"]
     out, _ = bench(tmp_path, *options, "--model", "cifar10", "-np", "2")

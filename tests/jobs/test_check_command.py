@@ -57,6 +57,7 @@ def check(folder, *words):
     return call(command, cwd=folder, env=environment(PYTHONPATH=str(ROOT)))
 
 
+@pytest.mark.nightly
 def test_a_program_that_is_right(tmp_path):
     (tmp_path / "right.py").write_text(START + RIGHT)
     right = check(tmp_path, "-np", "2", "right.py", "adam")
@@ -79,6 +80,7 @@ def test_a_program_that_is_wrong(tmp_path):
     assert "hk.size()" in wrong.stdout and wrong.stdout.splitlines()[-1].startswith("different: ")
 
 
+@pytest.mark.nightly
 def test_programs_that_cannot_be_compared_have_a_clear_last_line(tmp_path):
     for name, program, code, message in (
         ("rows.py", OTHER_ROWS, 1, "the two runs read different rows in their first batch"),

@@ -71,6 +71,7 @@ STARTING = re.compile(r"hvdkit run: starting 2 ranks with \w+ on this host, whic
 AT_NIGHT = [pytest.param(launcher, marks=pytest.mark.nightly, id=NAMES[launcher]) for launcher in (HOROVODRUN, MPIRUN)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("launcher", [HVDKIT_RUN, AT_NIGHT[0]], ids=NAMES.get)
 def test_without_a_terminal_training_is_plain_lines_with_one_tag(launcher):
     code, output = without_terminal(*launcher, *TRAIN, *SHORT)

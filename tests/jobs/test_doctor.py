@@ -43,6 +43,7 @@ def whole() -> tuple[int, dict[str, dict]]:
     return run_doctor(Path(sys.executable), "-np", "1", "--timeout", f"{WAIT:g}")
 
 
+@pytest.mark.nightly
 def test_this_environment_can_train(whole):
     code, findings = whole
     problems = {name: found for name, found in findings.items() if found["status"] == "problem"}
@@ -164,6 +165,7 @@ def test_a_start_that_hangs_is_reported(here, tmp_path):
     assert "did not end within 1 s" in found.what
 
 
+@pytest.mark.nightly
 def test_a_launcher_of_another_mpi_makes_every_process_rank_0_of_1(here, tmp_path):
     """Start two processes that MPI does not connect, as a foreign mpirun does."""
     prefix = facts.mpi_prefix(here.mpi4py["mpi4py"])

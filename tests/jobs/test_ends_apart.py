@@ -57,6 +57,7 @@ def run(launcher, end):
 endings = started(run, "launcher", "end")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("launcher", "end"), JOBS)
 def test_sets_that_end_at_different_times(endings, launcher, end):
     done = endings[launcher, end].result()

@@ -63,6 +63,7 @@ def test_a_process_that_is_ended_flushes_files_opened_before_the_import(tmp_path
     assert (tmp_path / "log").read_text() == "kept"
 
 
+@pytest.mark.nightly
 def test_a_process_alone_ends_with_the_exit_code_of_the_error():
     for error, code in (("NonFiniteError", 65), ("CheckpointError", 1)):
         script = f"import atexit, hvdkit as hk\nhk.init()\natexit.register(print, 'ended')\nraise hk.{error}('why')"
@@ -75,6 +76,7 @@ def test_a_process_alone_ends_with_the_exit_code_of_the_error():
     assert job.code == 1 and "\n  ... 1 frame of hvdkit (" in job.output and "ValueError: parts: got" in job.output
 
 
+@pytest.mark.nightly
 def test_the_report_of_a_rank_names_the_page_about_its_error():
     """It is a line of the traceback's report; the last line names the error."""
     job = run(START + "if hk.rank() == 1:\n    raise hk.NonFiniteError('why')\nhk.barrier()", MPI, 2)
@@ -84,6 +86,7 @@ def test_the_report_of_a_rank_names_the_page_about_its_error():
     assert lines[lines.index(page) - 1] == "[rank 1] hvdkit.errors.NonFiniteError: why", job.output
 
 
+@pytest.mark.nightly
 def test_ranks_that_catch_a_missing_init_report_failures_as_others():
     """The hooks for errors before ``hk.init()`` give way to those of the job."""
     before = "import hvdkit as hk\ntry:\n    hk.rank()\nexcept hk.ClusterError:\n    hk.init()\n"

@@ -13,6 +13,7 @@ import pytest
 from helpers import data_files
 from helpers.help_examples import help_examples
 from helpers.jobs import call, environment
+from helpers.tiers import at_night
 
 from hvdkit import checkpoint
 from hvdkit.commands import cli
@@ -37,6 +38,7 @@ EXAMPLES = (
     "HVDKIT_TUNED=cifar10.json horovodrun -np 2 python train.py",
     "hvdkit plan --measured cifar10.json --ranks 8..4096 --bandwidth 25Gbit",
 )
+SLOW = {EXAMPLES[0], EXAMPLES[1], "HVDKIT_TUNED=cifar10.json horovodrun -np 2 python train.py"}
 TUNE = "hvdkit tune -np 2 --model cifar10 --save cifar10.json"  # the folder is made with it
 # Commands, and examples that need several hosts or Slurm, which other files of tests run.
 COMMANDS_ELSEWHERE = {"bench": "jobs/test_bench_command.py", "doctor": "jobs/test_doctor.py"}
@@ -114,7 +116,7 @@ def test_each_command_is_run_here_or_by_another_file():
         assert text in (ROOT / "tests" / "jobs" / name).read_text()
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize("example", at_night(EXAMPLES, but=[each for each in EXAMPLES if each not in SLOW]))
 def test_an_example_runs(folder, tmp_path, example):
     where = tmp_path if example.startswith("hvdkit new") else folder
     if example.startswith("hvdkit checkpoint export"):  # into a folder that is empty

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 from helpers.jobs import environment
 from helpers.speed import WAIT, wait_until
@@ -31,6 +32,7 @@ with hk.Supervisor("logs", variables=[total], save_model_secs=None) as sv:
 """
 
 
+@pytest.mark.nightly
 def test_a_preempted_launcher_saves_and_ends_with_the_code_that_is_retried(tmp_path):
     _, job = yaml.safe_load_all((ROOT / "launch" / "kubeflow-trainjob.yaml").read_text())
     (tmp_path / "train.py").write_text(PROGRAM)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from helpers.jobs import MPI, run
-from helpers.tiers import at_night
 
 PROGRAM = """
 import sys
@@ -85,7 +84,8 @@ print("iterations", int(getattr(model, "optimizer", optimizer).iterations))
 """
 
 
-@pytest.mark.parametrize("kind", at_night(("fit", "loop", "backup"), but=["fit"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ("fit", "loop", "backup"))
 def test_a_run_that_has_finished_reports_nothing(tmp_path, kind):
     for is_finished in (False, True):
         job = run(FINISHED.replace("FOLDER", str(tmp_path)).replace("KIND", kind), MPI, 2)

@@ -134,11 +134,8 @@ def test_a_job_is_scraped_while_it_trains_and_after_a_restart(tmp_path):
         assert found["hvdkit_rank_collectives_total"].keys() == found["hvdkit_rank_idle_seconds"].keys()
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [pytest.param(("mpirun", "-np"), marks=pytest.mark.nightly), ("horovodrun", "--gloo", "-np")],
-    ids=["mpirun", "gloo"],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("launcher", [("mpirun", "-np"), ("horovodrun", "--gloo", "-np")], ids=["mpirun", "gloo"])
 def test_other_launchers_serve_from_the_sentinel_of_rank_0(launcher, tmp_path):
     """hk.fit without a logdir counts its steps, too."""
     words = [str(BIN / launcher[0]), *launcher[1:], "2", sys.executable, "program.py"]

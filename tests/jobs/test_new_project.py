@@ -37,6 +37,7 @@ def check_result(output, folder, step, accuracy=0.2):
     assert found[2].endswith(f"step-{step:09d}") and (folder / found[2]).is_dir(), output
 
 
+@pytest.mark.nightly
 def test_the_next_steps_and_every_target_work(tmp_path):
     """Run what the user copies, word for word, in a folder whose name has a space."""
     done = call([sys.executable, "-m", "hvdkit", "new", "my project"], cwd=tmp_path, env=variables())
@@ -127,6 +128,7 @@ def test_under_slurm(tmp_path):
     check_result(text, folder, 2 * STEPS)
 
 
+@pytest.mark.nightly
 def test_on_kubernetes_the_launcher_runs_the_same_program(tmp_path):
     """Run the launcher's command of the manifest on this machine; kubectl and a cluster are not needed."""
     yaml = pytest.importorskip("yaml")

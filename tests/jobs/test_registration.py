@@ -6,7 +6,6 @@ import json
 
 import pytest
 from helpers.jobs import run
-from helpers.tiers import at_night
 
 SAVE = """
 import hvdkit as hk
@@ -63,7 +62,8 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("order", at_night(ORDERS, but=["hvdkit first"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("order", ORDERS)
 def test_a_new_process_loads_a_saved_model(order, folder):
     code = ORDERS[order] + LOAD.replace("FOLDER", str(folder)).replace("COMPILE", str(order == "keras first"))
     job = run(code)

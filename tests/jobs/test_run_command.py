@@ -178,6 +178,7 @@ hk.fit(model, x, x[:, :1], batch_size=64, epochs=1_000_000, verbose=0, callbacks
 """
 
 
+@pytest.mark.nightly
 def test_ctrl_c_ends_a_fit_that_saves_nothing_though_one_rank_may_wait_for_the_other(tmp_path):
     """One rank raises KeyboardInterrupt, while another may have entered a collective, in which it would wait."""
     process = start("-np", "2", "--grace", f"{4 * WAIT:g}", code=FIT.format(folder=str(tmp_path)), mark=str(tmp_path))
@@ -200,6 +201,7 @@ def test_ctrl_c_while_ranks_start_shows_no_traceback(tmp_path):
     assert "Traceback" not in err and "KeyboardInterrupt" not in err, err
 
 
+@pytest.mark.nightly
 def test_an_error_of_every_rank_before_init_is_shown_once(tmp_path):
     together = f"import hvdkit as hk\nfrom pathlib import Path\nPath({str(tmp_path)!r}, f'up-{{RANK}}').touch()\n"
     together += f"while len(list(Path({str(tmp_path)!r}).glob('up-*'))) < 3: time.sleep(0.01)\nhk.size()"

@@ -124,7 +124,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("end", at_night(ENDS, but=("os.kill(os.getpid(), 9)", "return threading.Lock()")))
+@pytest.mark.parametrize("end", at_night(ENDS, but=("os.kill(os.getpid(), 9)",)))
 def test_a_rank_that_ends_without_a_result_is_named(tmp_path, end):
     function = f"def f():\n    if hk.init().rank == 1:\n        {end}\n"
     done = run_program(tmp_path, f"import ctypes, os, sys, threading\nimport hvdkit as hk\n{function}hk.run(f)\n")
@@ -216,6 +216,7 @@ def test_mistakes_are_errors_before_anything_starts(monkeypatch):
             hk.run(print)
 
 
+@pytest.mark.nightly
 def test_a_call_within_a_rank(tmp_path):
     code = "import hvdkit as hk\ndef f():\n    hk.init()\n    hk.run(print)\nhk.run(f)\n"
     last = run_program(tmp_path, code).stderr.splitlines()[-1]
@@ -271,9 +272,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize(
     "numbers",
-    at_night(
-        [(signal.SIGINT,), (signal.SIGINT, signal.SIGINT), (signal.SIGKILL,)], but=[(signal.SIGINT,), (signal.SIGKILL,)]
-    ),
+    at_night([(signal.SIGINT,), (signal.SIGINT, signal.SIGINT), (signal.SIGKILL,)], but=[(signal.SIGINT,)]),
 )
 def test_all_ranks_end_with_their_caller(tmp_path, numbers):
     """After Ctrl-C, after the second one if ranks do not end, and after kill -9 of the caller."""
@@ -344,8 +343,9 @@ def test_in_a_notebook(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif((WHY := missing()) is not None, reason=f"no hosts: {WHY}")
-@pytest.mark.parametrize("engine", ["auto", pytest.param("gloo", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("engine", ["auto", "gloo"])
 def test_ranks_on_other_hosts(tmp_path, engine):
     code = """
 import sys

@@ -53,6 +53,7 @@ def test_a_killed_rank_and_a_save(tmp_path, launcher):
     assert f"training begins at step {end[1]} from runs/x/checkpoints/step-{int(end[1]):09}" in again.stderr
 
 
+@pytest.mark.nightly
 def test_a_killed_rank_before_the_first_save(tmp_path):
     (tmp_path / "train.py").write_text(PROGRAM)
     command = [*LAUNCHERS["horovodrun --gloo"], "-np", "2", sys.executable, "train.py", "at once", "500"]

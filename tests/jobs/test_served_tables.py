@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from helpers.jobs import call, without
 
 MODEL = """
@@ -63,6 +64,7 @@ def run(folder: Path, *command: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.nightly
 def test_plain_tensorflow_predicts_what_the_ranks_did(tmp_path):
     (tmp_path / "mine.py").write_text(MODEL)
     (tmp_path / "train.py").write_text(TRAIN)

@@ -81,6 +81,7 @@ hk.fit(model, x, x[:, :1], batch_size=4, verbose=0, logdir="s3://{BUCKET}/run")
 """
 
 
+@pytest.mark.nightly
 def test_hvdkit_run_names_the_variables_of_keys_that_it_does_not_pass_on(tmp_path):
     (tmp_path / "train.py").write_text(SMALL)
     with served() as store:
@@ -159,7 +160,8 @@ else:
 """.replace("BUCKET", BUCKET)
 
 
-@pytest.mark.parametrize(("partition", "share"), [("div", 1.0), pytest.param("mod", 2.0, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("partition", "share"), [("div", 1.0), ("mod", 2.0)])
 def test_ranks_read_the_ranges_that_they_need(partition, share):
     """Each of two ranks needs half of a table; the checksums of interleaved rows cover the other half, too."""
     with served() as store:

@@ -91,13 +91,9 @@ def test_the_page_has_short_programs():
     assert sorted(["job.py", *commands]) == sorted(programs())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("hook", "kind"),
-    [
-        ("on_epoch_end", "hk.fit"),
-        pytest.param("on_train_batch_end", "plain", marks=pytest.mark.nightly),
-        pytest.param("function", "hk.fit", marks=pytest.mark.nightly),
-    ],
+    ("hook", "kind"), [("on_epoch_end", "hk.fit"), ("on_train_batch_end", "plain"), ("function", "hk.fit")]
 )
 def test_a_callback_of_the_chief_that_hangs_is_named(hook, kind, tmp_path):
     (tmp_path / "bad.py").write_text(BAD)
@@ -112,7 +108,7 @@ def test_a_callback_of_the_chief_that_hangs_is_named(hook, kind, tmp_path):
     [
         ("on_epoch_end", "hk.fit", "raised"),
         pytest.param("on_epoch_end", "plain", "raised", marks=pytest.mark.nightly),
-        ("on_train_batch_end", "plain", "caught"),
+        pytest.param("on_train_batch_end", "plain", "caught", marks=pytest.mark.nightly),
         pytest.param("function", "hk.fit", "raised", marks=pytest.mark.nightly),
     ],
 )

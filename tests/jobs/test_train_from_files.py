@@ -27,7 +27,8 @@ def numbers(output, pattern):
     return [float(number) for number in (found if isinstance(found, tuple) else [found])]
 
 
-@pytest.mark.parametrize("form", ["parquet", pytest.param("criteo", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("form", ["parquet", "criteo"])
 def test_clicks_in_files(tmp_path, form):
     folder = tmp_path / "clicks"
     python("write_files.py", "clicks", folder, "--format", form, "--examples", "2000", "--rows", "50", "--files", "4")
@@ -42,6 +43,7 @@ def test_clicks_in_files(tmp_path, form):
     assert loss == pytest.approx(whole[0], abs=2e-4) and area == pytest.approx(whole[1], abs=5e-3)
 
 
+@pytest.mark.nightly
 def test_images_in_files(tmp_path):
     folder, result = tmp_path / "images", r"step 40, loss = ([\d.]+)"
     python("write_files.py", "images", folder, "--files", "3")

@@ -92,11 +92,8 @@ for _ in range(10):
 """
 
 
-@pytest.mark.parametrize(
-    "before",
-    [JOIN_ONE_BY_ONE, pytest.param(WAIT_FOR_THOSE_BEFORE, marks=pytest.mark.nightly)],
-    ids=["join", "asynchronous"],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("before", [JOIN_ONE_BY_ONE, WAIT_FOR_THOSE_BEFORE], ids=["join", "asynchronous"])
 def test_two_ranks_may_wait_for_a_late_one(before):
     """Rank 0 must not mistake one collective for two, whatever the ranks exchanged before."""
     job = run(LATE.format(before=before), MPI, 3)
@@ -136,6 +133,7 @@ for number, step in enumerate([step_of(model) for model in models]):
 """
 
 
+@pytest.mark.nightly
 def test_gradients_of_two_models_are_never_combined():
     """The same shapes, in functions of the same name: only the models tell the ranks' gradients apart."""
     job = run(NEXT_MODEL, MPI, 2)
@@ -169,6 +167,7 @@ for number in range(2):
 """
 
 
+@pytest.mark.nightly
 def test_a_fit_after_a_caught_failure_names_it():
     """Horovod has stopped by then, of which its own message is that it has not been initialized."""
     job = run(NEXT_FIT, MPI, 2)

@@ -105,6 +105,7 @@ def outcome(model, folder, run):
     return weights, saved
 
 
+@pytest.mark.nightly
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 def test_a_run_that_is_killed_and_continued_decides_like_one_that_was_not(shared_path, sharded):

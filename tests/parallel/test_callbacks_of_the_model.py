@@ -59,6 +59,7 @@ def test_every_method_works_at_every_hook_as_in_keras(rng):
     same_weights(many, one)
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.ranks(1, 2)
 def test_a_callback_may_train_on_a_batch_and_change_what_is_trained(rng):
     x, y = line(rng, 16)
@@ -186,6 +187,7 @@ class OfSubmodels(keras.callbacks.Callback):
     on_train_batch_end = on_epoch_end
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.ranks(1, 2)
 def test_callbacks_may_use_submodels(rng):
     x, y = line(rng, 16)
@@ -210,6 +212,7 @@ def test_callbacks_may_use_submodels(rng):
         assert len(of_many.results) == (30 if wrap is not hk.callbacks.on_chief or hk.is_chief() else 0)
 
 
+@pytest.mark.nightly
 def test_a_callback_of_the_chief_alone_cannot_use_submodels_with_sharded_tables(rng):
     ids, y = rng.integers(0, 12, size=(16, 3)), np.zeros((16, 1), "float32")
     tower = keras.Sequential([hk.layers.ShardedEmbedding(12, 2), layers.Flatten()], name="tower")

@@ -92,6 +92,7 @@ def test_logs_that_are_no_numbers_are_not_compared(rng):
     assert "stage" not in {each.name for each in result.values}
 
 
+@pytest.mark.nightly
 @pytest.mark.ranks(2)
 def test_what_differs_is_named_with_its_cause(rng):
     x, y = line(rng, 24)
@@ -112,6 +113,7 @@ def test_what_differs_is_named_with_its_cause(rng):
     assert noisy.is_equal and "steps draw random numbers" in f"{noisy}" and "not comparable" in f"{noisy}"
 
 
+@pytest.mark.nightly
 def test_nothing_remains_of_a_check(rng):
     """Weights, slots, seeds, metrics, the optimizer itself: training afterwards is that of one process."""
     x, y = line(rng, 24)

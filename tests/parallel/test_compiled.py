@@ -139,6 +139,7 @@ def assert_compiled_is_equal(name):
     same_nests(plain, fitted(make, optimizer, jit_compile=True, **options))
 
 
+@pytest.mark.nightly
 def test_ranks_that_have_built_other_models_before_number_their_names_apart(caplog):
     if hk.is_chief():
         attention()
@@ -158,6 +159,7 @@ def test_hk_fit_compiled_equals_hk_fit(name):
     assert_compiled_is_equal(name)
 
 
+@pytest.mark.nightly(1, 3)
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("name", ["synchronized", "few_rows", "loss_scale"])
 def test_hk_fit_compiled_on_other_numbers_of_ranks(name):
@@ -229,6 +231,7 @@ def test_a_loop_compiled_equals_the_loop(name):
     same_nests(loop_of(tf.function, make, optimizer, batches), loop_of(hk.compiled, make, optimizer, batches))
 
 
+@pytest.mark.nightly(1, 3)
 @pytest.mark.ranks(1, 2, 3)
 def test_a_loop_with_uneven_batches():
     batches = local_batches(uneven=True)
@@ -380,6 +383,7 @@ def test_an_error_of_the_step_is_raised():
         hk.compiled(3)
 
 
+@pytest.mark.nightly
 def test_runs_are_bit_identical():
     first, second = (fitted(dense, lambda: opts.SGD(0.1), jit_compile=True) for _ in range(2))
     keras.tree.map_structure(np.testing.assert_array_equal, first, second)
@@ -420,6 +424,7 @@ def test_auto_compiles_nothing_in_short_runs_and_with_op_determinism(monkeypatch
     assert choice.is_compiled is False and "XLA" not in lines.text
 
 
+@pytest.mark.nightly
 def test_the_choice_is_saved_with_the_run(monkeypatch, tmp_path_factory):
     logdir = hk.broadcast_object(str(tmp_path_factory.mktemp("run")))
     monkeypatch.setenv("HVDKIT_JIT_COMPILE", "auto")
@@ -432,6 +437,7 @@ def test_the_choice_is_saved_with_the_run(monkeypatch, tmp_path_factory):
     assert choice.is_compiled is True
 
 
+@pytest.mark.nightly
 def test_the_variable_decides_for_all(monkeypatch, lines):
     plain = fitted(dense, lambda: opts.SGD(0.1), jit_compile=False)
     monkeypatch.setenv("HVDKIT_JIT_COMPILE", "on")

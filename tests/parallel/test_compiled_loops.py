@@ -94,7 +94,7 @@ def fitted(make, y, *, jit_compile):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", at_night(MODELS, but=("masked", "bidirectional", "two_of_labels")))
+@pytest.mark.parametrize("name", at_night(MODELS, but=("masked",)))
 def test_gradients_of_loops_and_branches_are_compiled(name, lines):
     make, y = MODELS[name]
     plain = fitted(make, y, jit_compile=False)

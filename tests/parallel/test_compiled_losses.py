@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers.as_one import same_nests
-from helpers.tiers import at_night
 
 import hvdkit as hk
 
@@ -38,8 +37,9 @@ def results(data, *, jit_compile):
     return history, hk.evaluate(model, data, verbose=0, return_dict=True), model.get_weights()
 
 
+@pytest.mark.nightly
 @pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("has_fixed_rows", at_night((False, True), but=[False]))
+@pytest.mark.parametrize("has_fixed_rows", [False, True])
 def test_the_losses_of_several_outputs(has_fixed_rows):
     """Keras weights them by the rows of a batch only if the shapes of the data declare them."""
     data = batches(14, has_fixed_rows=has_fixed_rows)
@@ -48,6 +48,7 @@ def test_the_losses_of_several_outputs(has_fixed_rows):
     same_nests(plain, results(data, jit_compile=True))
 
 
+@pytest.mark.nightly
 def test_uneven_shares_of_batches_with_and_without_fixed_rows():
     model = two_outputs(jit_compile=True)
     reference = two_outputs()
@@ -60,6 +61,7 @@ def test_uneven_shares_of_batches_with_and_without_fixed_rows():
     same_nests(model.get_weights(), reference.get_weights())
 
 
+@pytest.mark.nightly
 def test_plain_fit_with_a_callback_of_hvdkit():
     def run(jit_compile):
         keras.utils.set_random_seed(3)

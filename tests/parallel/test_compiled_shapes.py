@@ -51,7 +51,8 @@ def loop(wrap, data, *more, divides=False):
     return [v.numpy() for v in model.trainable_variables], logs
 
 
-@pytest.mark.parametrize("divides", at_night((False, True), but=[True]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("divides", [False, True])
 def test_shapes_that_come_at_other_steps_on_other_ranks(divides):
     data = batches(12, 12, 12, 7, 5, 12, 3, 7)
     same_nests(loop(tf.function, data, divides=divides), loop(hk.compiled, data, divides=divides))
@@ -62,6 +63,7 @@ def few_signatures(monkeypatch):
     monkeypatch.setattr(compiled_step, "MOST_SIGNATURES", 3)
 
 
+@pytest.mark.nightly
 def test_more_shapes_than_are_compiled(few_signatures):
     data = batches(*range(2, 8), 5)
     same_nests(loop(tf.function, data), loop(hk.compiled, data))

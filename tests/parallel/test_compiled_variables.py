@@ -15,6 +15,7 @@ X = np.random.default_rng(5).normal(size=(48, 8)).astype("f4")
 Y = X[:, :1]
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("optimizer", at_night(("Nadam", "Adam", "Ftrl"), but=["Nadam"]))
 def test_the_variables_of_optimizers(optimizer):

@@ -44,6 +44,7 @@ def train(model, *data, after=0, **options):
         return None
 
 
+@pytest.mark.nightly(1, 3)
 @pytest.mark.parametrize(
     "shuffle", [pytest.param(True, marks=[pytest.mark.core(2), pytest.mark.ranks(1, 2, 3)]), False, "batch"]
 )
@@ -70,6 +71,7 @@ def test_a_run_with_a_seed_equals_one_that_was_not_interrupted(shared_path, shuf
         np.testing.assert_array_equal(got, whole)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*BatchNormalization")
 def test_the_state_of_each_rank_continues(shared_path):
     """Moving statistics, and the gradients that have been accumulated when the run is interrupted."""
@@ -118,6 +120,7 @@ def train_counting(logdir, after, epochs, is_dataset=False):
     return losses is None, np.asarray(model.get_weights()[0])[:, 0].round(4)
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.core(2)
 @pytest.mark.usefixtures("unseeded")
 def test_without_a_seed_every_row_is_trained_once_in_each_epoch(shared_path):

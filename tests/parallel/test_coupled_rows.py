@@ -162,6 +162,7 @@ def test_nothing_remains_of_the_test(rng):
     compare(build, *line(rng), batch_size=8, epochs=2)
 
 
+@pytest.mark.nightly
 def test_models_that_compute_each_row_alone_train(rng, size):
     """Normalizations, random layers, cells, attention, 16-bit outputs, one row per rank, and rows that are equal."""
     x, y = line(rng, 24)

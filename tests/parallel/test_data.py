@@ -96,6 +96,7 @@ def per_pixel(optimizer):
     return model
 
 
+@pytest.mark.nightly
 def test_as_keras_weighs_labels_of_any_shape():
     """Weights of the wrong shape would broadcast if a rank has as many rows as tokens."""
     x, tokens, row = RNG.normal(size=(19, 4, 3)), RNG.integers(0, 2, (19, 4)), RNG.normal(size=19)

@@ -84,7 +84,7 @@ def test_every_form_and_placement_equals_numpy(plan, rank, size):
     assert on_chief.shape == (23, 8) if hk.is_chief() else on_chief is None
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_ids_that_travel_ahead_give_the_same(rank, size):
     """Each step requests the next one's rows; they are read after the update."""
     results = []

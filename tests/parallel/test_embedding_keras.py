@@ -252,6 +252,7 @@ def written_by_one_process(shared_path):
     return shared_path
 
 
+@pytest.mark.nightly
 def test_a_file_that_one_process_wrote_is_read_at_any_number_of_ranks(written_by_one_process, rank, size):
     """Each rank reads its shard of every table, of the ids that have rows, and all weights of dense layers."""
     expected = np.load(written_by_one_process / "predicted.npy")

@@ -296,6 +296,7 @@ def pieces(variable):
     return variable.name if shard is None else " ".join(p.table for p in shard.pieces)
 
 
+@pytest.mark.nightly
 def test_tables_with_optimizers_in_fit_and_in_checkpoints(rank, size, shared_path):
     """In mixed precision all of a model's variables have separate optimizers; slots and counters are restored."""
 

@@ -111,6 +111,7 @@ CASES = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("count", "function", "options"), some_at((1, 3), CASES))
 def test_keras_methods_equal_one_process(rows, count, function, options):
     source = rows(count).map(function)

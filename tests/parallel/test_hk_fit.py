@@ -40,6 +40,7 @@ def test_arrays_train_as_in_one_process(rng, rows, batch_size, shuffle):
     compare(mlp(), x, y, batch_size=batch_size, epochs=3, shuffle=shuffle)
 
 
+@pytest.mark.nightly(1, 3)
 @pytest.mark.core(2)
 @pytest.mark.ranks(1, 2, 3)
 def test_evaluate_and_predict(rng):

@@ -362,6 +362,7 @@ def test_local_batch_normalization_is_warned_about_once_and_only_in_training(rng
     assert said == [0, int(hk.is_chief() and hk.size() > 1), 0]
 
 
+@pytest.mark.nightly
 def test_a_run_with_a_logdir_is_saved_at_the_end_of_an_epoch(rng, shared_path):
     x, y = line(rng, 160)
 

@@ -70,6 +70,7 @@ def test_global_batches_train_as_in_one_process(rng, source, rows, batch_size, o
     assert batches.step == 0, "hk.fit moved the iterator"
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.core(2)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("source", [known, pytest.param(unknown_length, marks=pytest.mark.full)])
@@ -99,6 +100,7 @@ class Built(keras.Model):
         return self.out(tf.concat([inputs["a"], inputs["b"]], 1))
 
 
+@pytest.mark.nightly
 def test_dicts_weights_and_class_weights(rng):
     x, y = line(rng, 21)
     weight, classes = rng.uniform(size=21).astype("float32"), rng.integers(0, 2, 21)
@@ -145,6 +147,7 @@ def test_ragged_and_sparse_examples_of_a_stream(rng):
     same_weights(many, one)
 
 
+@pytest.mark.nightly
 def test_epochs_are_those_of_the_data_after_initial_epoch_and_a_stop(rng, shared_path):
     """Also within an epoch: a run that ends there continues with the remaining batches."""
     x, y = line(rng, 22)
@@ -187,6 +190,7 @@ def test_steps_per_epoch_goes_on_in_the_data(rng, steps):
         hk.fit(many, hk.data.GlobalBatches((x, y), 4, epochs=3), epochs=9, steps_per_epoch=steps, verbose=0)
 
 
+@pytest.mark.nightly
 def test_a_backup_goes_on_at_its_epoch(rng, shared_path):
     x, y = line(rng, 22)
     one, expected = plain(dense(), alone((x, y), 8, 3 * 3, shuffle_seed=2), epochs=3, steps_per_epoch=3)
@@ -271,6 +275,7 @@ def test_files_without_global_batches_are_an_error_with_the_remedy(shared_path):
         hk.fit(dense()(), rows, verbose=0)
 
 
+@pytest.mark.nightly
 def test_pandas_of_several_dtypes(rng):
     pandas = pytest.importorskip("pandas")
     x, y = line(rng, 23)
@@ -355,6 +360,7 @@ class Augmented(keras.utils.PyDataset):
         return self.x[rows] + 0.1 * np.random.default_rng(seed).normal(size=self.x[rows].shape), self.y[rows]
 
 
+@pytest.mark.nightly
 def test_workers_that_draw_other_numbers_get_the_remedy_that_fits(rng):
     x, y = line(rng, 21)
 

@@ -91,6 +91,7 @@ def test_every_rank_gets_its_rows_and_the_whole_table(rng, rank, size):
     ]
 
 
+@pytest.mark.nightly
 def test_a_batch_of_graphs_is_explained(rng):
     """Atoms, the molecule of each atom, and one label for each molecule, as Keras's examples build them."""
 

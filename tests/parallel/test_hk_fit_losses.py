@@ -66,6 +66,7 @@ class ReducesItself(keras.Model):
         return {"loss": self.loss_tracker.result()}
 
 
+@pytest.mark.nightly
 @pytest.mark.ranks(1, 2)
 def test_a_step_may_reduce_the_losses_of_rows_itself(rng):
     x = rng.normal(size=(22, 3)).astype("float32")

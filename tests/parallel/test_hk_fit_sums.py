@@ -110,6 +110,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.core(2)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("name", IN_CORE)
@@ -117,6 +118,7 @@ def test_any_loss_and_metric_function_is_that_of_one_process(rng, capfd, name):
     check_loss(NOT_MEANS[name], name, rng, capfd)
 
 
+@pytest.mark.nightly
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_losses_are_those_of_one_process(rng, capfd, name):
@@ -142,6 +144,7 @@ def check_loss(loss, name, rng, capfd):
     )
 
 
+@pytest.mark.nightly
 def test_a_gathered_loss_with_weights_outputs_and_other_kinds_of_steps(rng):
     x = rng.normal(size=(23, 3)).astype("float32")
     y = (x[:, :2] > 0.5).astype("float32")
@@ -331,6 +334,7 @@ def own_step(loss, *hidden):
     return model
 
 
+@pytest.mark.nightly
 @pytest.mark.ranks(2, 3)
 def test_sums_in_a_train_step_are_exact(rng, size, capfd):
     x, y = line(rng, 25)  # batches of 8, and one of 1
@@ -586,6 +590,7 @@ def values_at(ids, width):
     return np.cos(np.arange(ids * width, dtype="float32")).reshape(ids, width)
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize(
     ("reduce", "partition", "has_bias"),
@@ -621,6 +626,7 @@ def test_steps_that_sum_over_rows_of_sharded_tables(rng, capfd, reduce, partitio
     assert "1/N of the gradient" not in capfd.readouterr().err
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.ranks(1, 2)
 def test_a_step_that_compares_rows_of_a_sharded_table_is_an_error(rng):
     pairs = np.stack([rng.integers(0, 9, 22), rng.integers(0, 7, 22)], axis=1)

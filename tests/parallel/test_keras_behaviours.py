@@ -59,6 +59,7 @@ def dense_of(value):
     return np.asarray(value).tolist()
 
 
+@pytest.mark.nightly(1)
 def test_predictions_of_every_kind_are_those_of_keras(rng):
     x = rng.normal(size=(11, 3)).astype("float32")  # a last batch of one row
     cases = {
@@ -116,6 +117,7 @@ def test_callbacks_of_a_prediction_get_the_outputs_of_the_global_batch(rng):
 # ---- data ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_sparse_inputs_of_a_model_that_is_not_built(rng):
     x, y = line(rng, 10)
     x = x * (x > 0)
@@ -181,6 +183,7 @@ class CountFromOne(keras.metrics.Metric):
         return self.total * 1.0
 
 
+@pytest.mark.nightly
 def test_metrics_that_keep_their_state_over_epochs(rng):
     x, y = line(rng, 22)
 
@@ -243,6 +246,7 @@ def constant(y_true, y_pred):
     return 0.25
 
 
+@pytest.mark.nightly
 def test_metrics_that_count_batches(rng):
     x, y = line(rng, 22)  # with batches of 7 rows, the last one has a single row
     for eager in (False, True):
@@ -285,6 +289,7 @@ class OwnUpdates(keras.Model):
         return super().compute_metrics(x, y, y_pred, sample_weight)
 
 
+@pytest.mark.nightly
 @pytest.mark.ranks(2)
 def test_metrics_with_other_arguments_in_validation_and_in_branches(rng):
     x, y = line(rng, 22)
@@ -305,6 +310,7 @@ def test_metrics_with_other_arguments_in_validation_and_in_branches(rng):
         np.testing.assert_allclose(got[name], expected[name], rtol=1e-5)
 
 
+@pytest.mark.nightly(1)
 def test_on_one_rank_nothing_is_refused(rng):
     x, y = line(rng, 12)
     if hk.size() > 1:
@@ -460,6 +466,7 @@ class Normalized(keras.Model):
         return self.dense(self.norm(x, training=training))
 
 
+@pytest.mark.nightly
 def test_a_strategy_that_was_left_in_the_program(rng):
     """One rank ignores it, wherever it is. Several do if only the model was built in it."""
     x, y = line(rng, 22)
@@ -515,6 +522,7 @@ def test_data_that_a_strategy_has_distributed(rng):
             same_weights(many, one)
 
 
+@pytest.mark.nightly(1)
 def test_an_optimizer_that_is_compiled_again_continues(rng):
     """With its slots and steps, as in Keras; also one with a function as learning rate."""
     x, y = line(rng, 22)
@@ -578,6 +586,7 @@ class Doubles(keras.Sequential):
         return 3.0 * super().predict(2.0 * x, **kwargs)
 
 
+@pytest.mark.nightly
 def test_a_model_may_have_its_own_methods(rng):
     x, y = line(rng, 22)
 
@@ -624,6 +633,7 @@ class Named(keras.Sequential):
         return history
 
 
+@pytest.mark.nightly(1)
 def test_an_own_fit_may_have_other_arguments(rng):
     x, y = line(rng, 22)
 

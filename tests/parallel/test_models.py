@@ -80,6 +80,7 @@ def test_moving_average_follows_its_formula():
     np.testing.assert_allclose(average.averages[0].numpy(), expected, rtol=1e-5)
 
 
+@pytest.mark.nightly
 def test_train_script_learns_and_reports(capfd, shared_path):
     config = cifar10.Config(data="synthetic", steps=40, batch_size=64, logdir=shared_path, learning_rate=0.02)
     train.train_classifier(config)

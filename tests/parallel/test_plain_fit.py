@@ -165,6 +165,7 @@ def test_an_optimizer_that_does_not_average_is_an_error_on_every_rank(which, ran
         model.fit(*own(rank), batch_size=4, callbacks=[callback], verbose=0)
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.ranks(1, 2)
 def test_the_same_data_on_every_rank_are_warned_about(rank, size, capfd):
     """In any order: each rank shuffles as it likes."""
@@ -254,6 +255,7 @@ def test_statistics_that_are_not_synchronized_are_refused(rank, size):
     model.fit(*own(rank), verbose=0, callbacks=[hk.callbacks.StepLog(8), hk.callbacks.BroadcastInitial()])
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.ranks(1, 2)
 def test_one_path_written_by_every_rank_is_an_error_before_anything_is_saved(rank, size, shared_path, tmp_path):
     kinds = keras.callbacks
@@ -363,6 +365,7 @@ def test_jit_compile_with_a_callback(options):
     keras.tree.map_structure(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), plain[:3], ours[:3])
 
 
+@pytest.mark.nightly
 def test_jit_compile_says_what_it_compiles(caplog, monkeypatch, rank):
     monkeypatch.setattr(logging.getLogger("hvdkit"), "propagate", True)
     caplog.set_level("INFO", "hvdkit")

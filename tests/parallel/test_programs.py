@@ -41,8 +41,10 @@ RANKS = {
     "synchronized_batchnorm": (2, 3),
     "uneven_batches": (2, 3),
 }
-# These differ from other programs in the network alone, or in what tests of one subject cover, e.g. of optimizers.
-NIGHTLY = {
+# These differ from other programs in the network alone, or in what tests of one subject cover, e.g. of optimizers. The
+# slowest of the others are in the nightly tier, too.
+SLOW = {"generator", "own_compute_loss", "own_metrics", "sparse_input", "steps_per_epoch", "synchronized_batchnorm"}
+NIGHTLY = SLOW | {
     "adversarial",
     "autoencoder",
     "convolutional",
@@ -208,6 +210,7 @@ def plain(request, tmp_path_factory) -> Plain:
     return Plain(list(dict.fromkeys(item.callspec.params["name"] for item in items)), folder)
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.parametrize("name", programs())
 def test_the_port_equals_one_process(name, plain, shared_path):
     assert_port_equals_one_process(name, plain, shared_path)

@@ -131,6 +131,7 @@ class Compiled(keras.Model):
         return {"seen": self.seen.result()}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_functions_of_tensorflow_in_a_step(rng, run_eagerly):
     """Their graphs, of the first batch, serve later ones whose shares are others."""
@@ -198,6 +199,7 @@ def test_a_function_of_tensorflow_in_a_layer(rng):
     same_logs(hk.fit(many, *line(np.random.default_rng(20)), **options).history, expected)
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.ranks(1, 2)
 def test_a_gradient_penalty_in_a_function_of_tensorflow(rng, size):
     """Exact if all ranks have as many rows; otherwise an error when the uneven batch comes."""
@@ -259,6 +261,7 @@ class Drawn(keras.utils.PyDataset):
         return self.x[rows], self.y[rows]
 
 
+@pytest.mark.nightly
 @pytest.mark.ranks(1, 2)
 def test_training_and_validation_draw_from_one_random_generator(rng):
     """The training data would draw other rows if validation data drew their first ones before."""
@@ -517,6 +520,7 @@ class Recommender(keras.Model):
         return keras.ops.sigmoid(product + self.bias(ids[:, 0]))
 
 
+@pytest.mark.nightly
 def test_a_model_that_compares_rows_is_refused(rng):
     ids = np.stack([rng.integers(0, 9, 22), rng.integers(0, 12, 22)], axis=1)
     batches = tf.data.Dataset.from_tensor_slices((ids, np.ones(22, "float32"))).batch(8)

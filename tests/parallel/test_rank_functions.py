@@ -165,6 +165,7 @@ def test_models_that_compute_another_function_are_an_error_before_the_first_step
     assert int(unbuilt.optimizer.iterations) <= 1  # its first batch builds it
 
 
+@pytest.mark.nightly
 def test_other_models_are_not_errors(rng):
     """Random in every way, sharded, of one row, and models that cannot be called with the rows of the data."""
     x, y = line(rng, 24)
@@ -235,6 +236,7 @@ class Batches(keras.utils.PyDataset):
         return self._x[rows], self._y[rows]
 
 
+@pytest.mark.nightly
 @pytest.mark.ranks(2, 3)
 def test_state_that_depends_on_each_ranks_rows_is_not_compared(rng):
     """Data of any kind: models are compared after the first batch unless the data are arrays."""
@@ -262,6 +264,7 @@ def test_a_model_that_was_built_with_uneven_shares_is_compiled_again(rng):
         assert np.isfinite(hk.fit(model, x, y, batch_size=7, verbose=0).history["loss"]).all()
 
 
+@pytest.mark.nightly
 def test_nothing_remains_of_the_comparison(rng):
     """Seeds, states, attributes, losses and NumPy's generator; History and weights are those of one process."""
 

@@ -90,6 +90,7 @@ def model_with(layer, optimizer="sgd", **options):
     return model
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.core(2)
 @pytest.mark.ranks(2, 3)
 def test_declared_state_is_that_of_one_process(rng):
@@ -101,6 +102,7 @@ def test_declared_state_is_that_of_one_process(rng):
     compare(lambda: model_with(Running(True, keeps_first=True)), *line(rng, 24), batch_size=8)
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.ranks(1, 2)
 def test_declared_state_that_is_read_after_its_update_gets_a_warning(rng, rank, size, caplog, monkeypatch):
     """What the layer reads is the state of its rank's rows, unless the layer combines the sums of the batch itself."""

@@ -175,6 +175,7 @@ def test_simclr(rng):
     compare_views(SimCLR, rng, 0.1)
 
 
+@pytest.mark.nightly(1)
 def test_barlow_twins(rng):
     compare_views(BarlowTwins, rng, 0.05)
 
@@ -241,10 +242,12 @@ def compare_layer(layer, rng):
     compare(build, x, y, validation_data=(x[:9], y[:9]))
 
 
+@pytest.mark.nightly(1)
 def test_a_mixture_of_experts_with_a_load_balance_loss(rng):
     compare_layer(lambda gather: MixtureOfExperts(3, 4, 3, gather), rng)
 
 
+@pytest.mark.nightly(1)
 def test_the_entropy_of_the_batch_mean(rng):
     compare_layer(lambda gather: DiverseClusters(4, gather), rng)
 
@@ -291,6 +294,7 @@ class Segmentation(keras.Model):
         return {"dice_loss": self.loss_tracker.result()}
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.core(2)
 def test_dice_in_a_train_step(rng):
     x = rng.random((ROWS, 6, 6, 1)).astype("float32")
@@ -329,6 +333,7 @@ class SharpnessAware(keras.Model):
         return self.compute_metrics(x, y, self(x))
 
 
+@pytest.mark.nightly(1)
 def test_sam(rng):
     x = images(rng)
     y = np.tanh(x[:, :1] * x[:, 1:2])
@@ -367,6 +372,7 @@ class Patient(keras.Model):
             total.assign(tf.zeros_like(total))
 
 
+@pytest.mark.nightly(1)
 def test_gradients_that_a_step_sums_over_batches(rng):
     x = images(rng)
     y = np.tanh(x[:, :1] * x[:, 1:2])
@@ -384,6 +390,7 @@ def test_gradients_that_a_step_sums_over_batches(rng):
         assert difference(mine, theirs) <= TOLERANCE
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.core(2)
 def test_a_gan_by_train_on_batch(rng):
     images_of_digits = images(rng)

@@ -114,6 +114,7 @@ class Recomputed(keras.layers.Layer):
         return x
 
 
+@pytest.mark.nightly(3)
 def test_rematerialized_layers_in_hk_fit_equal_one_process(rng):
     """Compared with Keras's fit of the same layers, because in a graph keras.remat has other gradients than without."""
     x, y = rng.normal(size=(22, 3)).astype("f4"), rng.normal(size=(22, 1)).astype("f4")

@@ -7,7 +7,6 @@ import numpy as np
 import partitioned
 import pytest
 import recommender
-from helpers.tiers import at_night
 
 import hvdkit as hk
 
@@ -33,6 +32,7 @@ def test_values_that_overflow_are_named():
         partitioned.run(partitioned.Config(rows=8, dtype="float32"))
 
 
+@pytest.mark.nightly
 def test_a_recommender_learns_what_was_planted(capfd):
     loss, area = recommender.run(recommender.Config(**SMALL))
     assert area > 0.7 and loss < 0.63
@@ -57,7 +57,8 @@ def test_its_metrics_count_every_example_once():
     assert loss == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("write", at_night([inputs.write_parquet, inputs.write_criteo], but=[inputs.write_criteo]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("write", [inputs.write_parquet, inputs.write_criteo])
 def test_a_recommender_learns_from_files(write, shared_path):
     """A run that stopped within an epoch and was continued equals one that was not."""
     folder = shared_path / "clicks"

@@ -26,6 +26,7 @@ def store():
         hk.barrier()
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.ranks(2, 3)
 def test_an_outage_while_ranks_report_costs_no_checkpoint(store, monkeypatch):
     make_impatient(monkeypatch)

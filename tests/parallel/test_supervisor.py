@@ -22,6 +22,7 @@ from hvdkit.supervisor import PREEMPTED
 pytestmark = [pytest.mark.usefixtures("removed"), pytest.mark.core(2)]
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.ranks(1, 2)
 def test_a_continued_run_equals_one_that_went_through(shared_path, rank):
     """Also if the chief has created more layers: Keras numbers layers in the order of their creation in a process."""

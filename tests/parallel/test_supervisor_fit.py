@@ -114,6 +114,7 @@ def test_a_fit_stopped_in_epochs_and_at_their_ends_equals_one_that_went_through(
     assert (again, session.global_step, epochs) == (through, EPOCHS * STEPS, [])
 
 
+@pytest.mark.nightly
 def test_several_steps_per_execution_continue_alike(shared_path):
     whole, _, _ = fit(shared_path / "through", steps_per_execution=2)  # the warm-up advances once per two steps
     for after in (1, None):
@@ -122,6 +123,7 @@ def test_several_steps_per_execution_continue_alike(shared_path):
     assert bits == whole
 
 
+@pytest.mark.nightly
 def test_averages_that_keras_swaps_in_at_the_end_of_fit_are_not_taken_for_weights(shared_path):
     whole, _, _ = fit(shared_path / "through", ema=True, save_steps=None)
     fit(shared_path / "parts", ema=True, save_steps=None, epochs=1)
@@ -142,6 +144,7 @@ def test_steps_per_execution_that_do_not_divide_the_epoch_are_refused(shared_pat
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.nightly
 def test_a_signal_in_fit_saves_and_ends_with_the_code_of_its_own(shared_path, through, rank, size):
     with pytest.raises(SystemExit) as end:
         fit(shared_path / "parts", 2 if rank == size - 1 else None, number=signal.SIGTERM)
@@ -209,6 +212,7 @@ class FitsAgain(keras.callbacks.Callback):
         self.history = self.model.fit(X[:8], Y[:8], verbose=0)
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("with_hk", [False, True], ids=["fit", "hk.fit"])
 def test_a_fit_after_one_that_raised_starts_at_its_own_epoch(shared_path, with_hk):

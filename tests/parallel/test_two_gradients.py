@@ -191,6 +191,7 @@ class ByNothing(Moves):
         kernel.assign(kernel - 0.01 * tape.gradient(penalty, kernel))  # of the weights alone
 
 
+@pytest.mark.nightly
 @pytest.mark.ranks(1, 2)
 def test_moves_by_a_gradient_of_the_rows_of_a_rank_are_refused_or_get_a_warning(rng, outcome):
     x, y = line(rng)

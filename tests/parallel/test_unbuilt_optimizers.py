@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers.as_one import SEED, line, mine, plain, same_weights
+from helpers.tiers import at_night
 
 import hvdkit as hk
 
@@ -133,7 +134,7 @@ def check(layer: TableLayer, train: Any, name: str, path: Any, case: str) -> Non
     np.testing.assert_allclose(layer.whole(), expected, rtol=2e-5, atol=2e-6, err_msg=f"{name}, {case}")
 
 
-@pytest.mark.parametrize("train", WAYS)
+@pytest.mark.parametrize("train", at_night(WAYS, but=[with_hk_fit, with_resumed_hk_fit, with_eager_loop]))
 def test_every_optimizer_equals_plain_keras(train, shared_path):
     for name in FIRST_VALUES if train is with_resumed_hk_fit else OPTIMIZERS:
         check(TableLayer(), train, name, shared_path / name, train.__name__)

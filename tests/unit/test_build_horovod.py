@@ -145,7 +145,7 @@ def test_labels_are_valid_local_versions() -> None:
         assert inputs.label == label == Version(f"0.28.1+{label}").local
 
 
-@pytest.mark.full  # it starts TensorFlow, to load the wheel
+@pytest.mark.nightly
 def test_a_wheel_for_other_hosts_is_checked_copied_and_not_installed(
     wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,7 +162,7 @@ def test_a_wheel_for_other_hosts_is_checked_copied_and_not_installed(
     assert after == installed
 
 
-@pytest.mark.full  # it starts TensorFlow, to load the wheel
+@pytest.mark.nightly
 def test_a_wheel_that_does_not_load_is_not_for_other_hosts(wheel: Path, tmp_path: Path) -> None:
     entry = tmp_path / "cache" / wheel.parent.name
     entry.mkdir(parents=True)

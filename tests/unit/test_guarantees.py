@@ -12,10 +12,13 @@ TARGETS = {"core": "test", "full": "test-all", "nightly": "test-nightly"}
 
 
 def target_of(path: Path, name: str) -> str:
-    """Return the target that runs a test: the mark of the function, of its first parameters, or of its module."""
+    """Return the target that runs a test: the mark of the function, or of its module.
+
+    A mark "nightly" with numbers of ranks says nothing about the others.
+    """
     module = ast.parse(path.read_text())
     (function,) = (one for one in module.body if isinstance(one, ast.FunctionDef) and one.name == name)
-    own = [ast.unparse(one) for one in function.decorator_list]
+    own = [ast.unparse(one) for one in function.decorator_list if "nightly(" not in ast.unparse(one)]
     of_module = [ast.unparse(one.value) for one in module.body if isinstance(one, ast.Assign) and is_marks(one)]
     for marks in (own, of_module):
         for mark in TARGETS:

@@ -55,7 +55,7 @@ def run(act):
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_run_that_sigterm_ends_says_that_nothing_was_saved():
     """As after Ctrl-C under mpirun, which sends SIGTERM; the main thread may be blocked in a collective."""
     done = run("os.kill(os.getpid(), signal.SIGTERM); time.sleep(100)")
@@ -67,7 +67,7 @@ def test_a_run_that_sigterm_ends_says_that_nothing_was_saved():
     assert done.returncode == -signal.SIGTERM and done.stderr.count(ENDED) == 1, done.stderr
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "act",
     [

@@ -47,7 +47,7 @@ def test_another_thread_may_build_tuples_meanwhile():
         thread.join()
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_eager_tensors_may_allocate_memory_meanwhile():
     """They create their dictionary when they are looked at; a collection at that moment was a segmentation fault."""
     program = """

@@ -139,7 +139,7 @@ def test_a_fit_of_the_world_before_is_not_reported_in_the_next(watch, lines):
     assert len(lines) == 2
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_programs_that_only_evaluate_or_that_combine_are_not_reported(lines, tmp_path):
     """In a separate process: at the end, models of other tests may still exist."""
     code = f"""

@@ -263,7 +263,7 @@ def test_a_scrape_gets_the_text_and_others_an_error(served):
             assert error.code == code
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_scrapers_that_misbehave_disturb_nobody(served):
     """Some never send, never read, send a megabyte, or reset; a thousand connect; a scrape is answered in between."""
     address, url = served

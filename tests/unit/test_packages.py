@@ -69,7 +69,7 @@ def metadata(dist: tuple[Path, Path]) -> Message:
         return email.message_from_bytes(archive.read(f"hvdkit-{__version__}.dist-info/METADATA"))
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_the_source_archive_holds_every_file(dist: tuple[Path, Path]) -> None:
     with tarfile.open(dist[0]) as archive:
         members = [member.name.partition("/")[2] for member in archive if member.isfile()]
@@ -85,7 +85,7 @@ def test_the_wheel_holds_the_files_of_the_package_only(dist: tuple[Path, Path]) 
     assert {"hvdkit/py.typed", "hvdkit/__init__.pyi", "hvdkit/cluster/open-mpi-rules.conf"} <= names
 
 
-@pytest.mark.full  # builds both archives again
+@pytest.mark.nightly
 def test_the_same_tree_gives_the_same_bytes(dist: tuple[Path, Path], tmp_path: Path) -> None:
     source = copy_tree(tmp_path / "source")
     for path in source.rglob("*"):

@@ -69,7 +69,7 @@ assert not {"hvdkit", "horovod", "mpi4py"} & set(sys.modules)
     return [np.load(f"{model}.npy") for model in models]
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_plain_tensorflow_serves_it_with_the_ranks_mean_statistics(saved, tmp_path):
     """As exported by the function, and by the command, which needs no Horovod and no MPI."""
     path, expected = saved

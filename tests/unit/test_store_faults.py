@@ -79,6 +79,7 @@ def test_a_refused_time_is_named_with_its_remedy(store, monkeypatch, skew):
     assert hk.checkpoint.latest(RUN).name == "step-000000001"
 
 
+@pytest.mark.nightly
 def test_a_run_does_not_need_fresh_listings(store):
     store.listing_delay = DELAY
     assert train(3) is None

@@ -77,7 +77,7 @@ def test_no_suggestion_is_better_than_a_wrong_one(tmp_path, line):
         assert "Did you mean" not in message(tmp_path, line)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_program_that_misspells_a_keyword(tmp_path):
     """Its last line is that of the traceback, with the suggestion."""
     (tmp_path / "train.py").write_text(START.replace("import hvdkit as hk\n", "import hvdkit as hk\n\nhk.init()\n"))

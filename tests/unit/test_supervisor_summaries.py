@@ -71,7 +71,7 @@ def write(folder, steps, **options):
             summaries.scalars(step, loss=float(step))
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_two_kills_and_continuations_leave_each_step_once(tmp_path):
     saved = run_until_killed(tmp_path, 0, 37, 1)
     assert saved == 30
@@ -169,7 +169,7 @@ def test_files_sort_in_the_order_of_their_runs(tmp_path):
     assert files(tmp_path) == expected
 
 
-@pytest.mark.full  # the peak of a separate process, which imports TensorFlow
+@pytest.mark.nightly
 def test_memory_stays_bounded(tmp_path):
     """Writing and rewriting 100 MB needs memory for some records, not for the file."""
     code = """

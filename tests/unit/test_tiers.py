@@ -73,6 +73,14 @@ def test_a_mark_names_the_numbers_of_ranks(names, tier, ranks, expected):
     assert names("parallel", tier, ranks) == expected
 
 
+def test_a_mark_names_the_numbers_of_ranks_of_the_nightly_tier(names):
+    text = TESTS.replace("ranks(1, 3)", "ranks(1, 2, 3)\n@pytest.mark.nightly(3)")
+    text = text.replace("mark.core\n", "mark.core(2)\n")
+    assert [names("parallel", "core", n, text) for n in (1, 2, 3)] == [[], ["core", "sizes"], []]
+    assert [names("parallel", "all", n, text) for n in (1, 3)] == [["sizes"], []]
+    assert names("parallel", "nightly", 3, text) == EVERY
+
+
 def test_a_test_never_runs_on_fewer_ranks_than_its_mark_names(names):
     text = TESTS.replace("ranks(1, 3)", "ranks(3, 4)")
     assert "sizes" not in names("parallel", "nightly", 2, text)
