@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import keras
@@ -15,7 +15,7 @@ from hvdkit import cluster
 from hvdkit.cluster.agreement import compare, gather
 from hvdkit.cluster.logs import warn_once
 from hvdkit.cluster.progress import progress
-from hvdkit.errors import CollectiveMismatchError, see
+from hvdkit.errors import CollectiveMismatchError, describe, see
 from hvdkit.internals import is_default, pythonify_logs
 from hvdkit.keras.checking.step_recording import StepRecorder
 from hvdkit.keras.chief import StopRequest, is_on_chief
@@ -128,6 +128,15 @@ def _compare_callbacks(callbacks: list[keras.callbacks.Callback], begin: Callabl
     return _Needs(*(any(of_ranks) for of_ranks in zip(*(needs for _, needs in ranks), strict=True)))
 
 
+def _check_averages(callbacks: Iterable[keras.callbacks.Callback], model: keras.Model) -> None:
+    """Raise ValueError for ``SwapEMAWeights`` if each rank has 1/N of the averages, which it takes for whole ones."""
+    swaps = cluster.size() > 1 and any(isinstance(each, keras.callbacks.SwapEMAWeights) for each in callbacks)
+    if swaps and any(optimizer._hvdkit.shard_states for optimizer in optimizers_of(model)):
+        expected = "callbacks that do not need whole averages on each rank, with shard_states=True"
+        remedy = "pass ema_overwrite_frequency to the optimizer, or leave shard_states out"
+        raise ValueError(describe("callbacks", "SwapEMAWeights", expected, remedy))
+
+
 def _local_verbose(verbose: int | str) -> int | str:
     """Return this rank's ``verbose``; "auto" is a progress bar in terminals and notebooks, else a line per epoch."""
     if not cluster.is_chief():
@@ -167,6 +176,7 @@ class CallbackList(keras.callbacks.CallbackList):
         self._stop_request = StopRequest()
 
         def begin() -> None:
+            _check_averages(all_callbacks, session.model)
             super(CallbackList, self).__init__(
                 local_callbacks,
                 add_history=trains,

@@ -17,6 +17,7 @@ from hvdkit import cluster
 from hvdkit.cluster.agreement import run_on_all_ranks
 from hvdkit.errors import describe
 from hvdkit.optimizer.distributed import distribute
+from hvdkit.optimizer.inner_optimizers import trained_by
 from hvdkit.optimizer.mixin import DistributedMixin
 from hvdkit.sharding.variables import broadcast_variables
 
@@ -100,7 +101,7 @@ def _load(
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         return model
-    if optimizer.built and len(optimizer._trainable_variables) != len(model.trainable_variables):
+    if optimizer.built and len(trained_by(optimizer)) != len(model.trainable_variables):
         got = f"{path}, whose optimizer state Keras {keras.__version__} does not restore"
         remedy = "save a .keras file, or pass compile=False and compile again"
         raise ValueError(describe("path", got, "a .keras file", remedy))

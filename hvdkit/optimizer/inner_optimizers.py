@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import keras
 
@@ -25,6 +25,12 @@ def with_inner(optimizer: keras.optimizers.Optimizer | None) -> Iterator[keras.o
     inner = [optimizer.inner_optimizer] if isinstance(optimizer, LossScale) else getattr(optimizer, "optimizers", ())
     for each in inner:
         yield from with_inner(each)
+
+
+def trained_by(optimizer: keras.optimizers.Optimizer) -> Sequence[AnyVariable]:
+    """Return the variables that ``optimizer`` was built over, including tables that have their own optimizer."""
+    trained: Sequence[AnyVariable] = getattr(optimizer, "_hvdkit_trained", ()) or optimizer._trainable_variables
+    return trained
 
 
 def slots_of(optimizer: keras.optimizers.Optimizer) -> list[AnyVariable]:

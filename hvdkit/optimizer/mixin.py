@@ -28,7 +28,7 @@ from hvdkit.optimizer.coupled_layers import check_coupled
 from hvdkit.optimizer.element_partition import ElementPartition
 from hvdkit.optimizer.equal_ranks import compare_end, compare_start, warn_of_no_callback
 from hvdkit.optimizer.gradients import Gradient, PlacedGradients, place_gradients
-from hvdkit.optimizer.inner_optimizers import LossScale, updater_of
+from hvdkit.optimizer.inner_optimizers import LossScale, trained_by, updater_of
 from hvdkit.optimizer.local_variables import register_local_variables
 from hvdkit.optimizer.optimizer_checks import check_inner, check_variables, reject_unsupported, too_late
 from hvdkit.optimizer.reduction import Reduction
@@ -74,6 +74,7 @@ class DistributedMixin(_KerasBase):
     _hvdkit_has_combined = False  # whether the current step combines the accumulated gradients
     _hvdkit_partition = ElementPartition(())  # with sharded optimizer state, after build
     _hvdkit_tables: TableOptimizers | None = None  # for tables that have their own optimizer
+    _hvdkit_trained: Sequence[AnyVariable] = ()  # with such tables: all variables, of which Keras knows the others
     _hvdkit_is_for_table = False  # whether this is a table's own optimizer
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -160,7 +161,7 @@ class DistributedMixin(_KerasBase):
             expected = "variables, because the optimizer is not built yet"
             remedy = "pass them, or call optimizer.build first"
             raise ValueError(describe("trainable_variables", None, expected, remedy))
-        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
+        variables = list(trained_by(self) if trainable_variables is None else trainable_variables)
         grads = list(grads) if isinstance(grads, Iterator) else grads
         if isinstance(grads, (list, tuple)) and not grads:  # Keras treats this as a step without an update
             variables = []
@@ -286,11 +287,12 @@ class DistributedMixin(_KerasBase):
         tables = None if self._hvdkit_is_for_table else TableOptimizers.of(targets, self._hvdkit_copy_for_table)
         super().build(targets if tables is None else tables.without_tables(targets))
         check_inner(self)
-        if tables is not None or self._hvdkit_partition.variables:
-            # Callers expect all trained variables here. Bypass Keras's tracking, which would count them, and those of
-            # the tables' optimizers, among this optimizer's own variables.
-            object.__setattr__(self, "_hvdkit_tables", tables)
+        # Bypass Keras's tracking, which would count these variables and the tables' slots as this optimizer's own.
+        if self._hvdkit_partition.variables:  # callers expect whole variables
             object.__setattr__(self, "_trainable_variables", list(variables))
+        if tables is not None:
+            object.__setattr__(self, "_hvdkit_tables", tables)
+            object.__setattr__(self, "_hvdkit_trained", list(variables))
 
     def _hvdkit_copy_for_table(self, optimizer: keras.optimizers.Optimizer) -> DistributedMixin:
         """Return a copy of a table's optimizer, to be called with gradients that are already combined."""
@@ -363,12 +365,11 @@ class DistributedMixin(_KerasBase):
     # Moving averages of the weights, and the end of fit.
 
     def _update_model_variables_moving_average(self, trainable_variables: Sequence[AnyVariable]) -> None:
-        averaged = self._hvdkit_partition.targets or self._hvdkit_without_tables(trainable_variables)
-        super()._update_model_variables_moving_average(averaged)
+        super()._update_model_variables_moving_average(self._hvdkit_partition.targets or trainable_variables)
 
     @graph_safe
     def _overwrite_model_variables_with_average_value(self, trainable_variables: Sequence[AnyVariable]) -> None:
-        averaged = list(self._hvdkit_partition.targets or self._hvdkit_without_tables(trainable_variables))
+        averaged = list(self._hvdkit_partition.targets or trainable_variables)
         super()._overwrite_model_variables_with_average_value(averaged)
         self._hvdkit_partition.gather(averaged)
 

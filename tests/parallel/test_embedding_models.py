@@ -296,6 +296,37 @@ def pieces(variable):
     return variable.name if shard is None else " ".join(p.table for p in shard.pieces)
 
 
+def test_averages_of_weights_are_swapped_in_next_to_tables_with_optimizers():
+    """As with Keras's MultiOptimizer, of which one optimizer keeps averages."""
+    ids = np.arange(32).reshape(16, 2) % 9
+    labels = (ids.sum(axis=1, keepdims=True) / 9).astype("float32")
+    own = keras.optimizers.SGD(0.5)
+    averaging = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5)
+
+    def trained(fit, embed, optimizer):
+        inputs = keras.Input((2,), dtype="int64")
+        table, rows = embed(inputs)
+        head = keras.layers.Dense(1, kernel_initializer="ones")
+        model = keras.Model(inputs, head(keras.layers.Flatten()(rows)))
+        table.set_weights([np.linspace(-1, 1, 27, dtype="float32").reshape(9, 3)])
+        model.compile(optimizer, "mse")
+        options = {"validation_data": (ids, labels), "callbacks": [keras.callbacks.SwapEMAWeights()]}
+        history = fit(model, ids, labels, batch_size=8, epochs=2, shuffle=False, verbose=0, **options)
+        return [history.history["val_loss"], *table.get_weights(), *head.get_weights()]
+
+    def sharded(inputs):
+        table = hk.layers.ShardedEmbeddingCollection([Table("t", 9, 3, optimizer=own)], {"t": "row"})
+        return table, table({"t": inputs})["t"]
+
+    def plain(inputs):
+        table = keras.layers.Embedding(9, 3)
+        return table, table(inputs)
+
+    found = trained(hk.fit, sharded, averaging)
+    both = keras.optimizers.MultiOptimizer(lambda variable: own if "embedding" in variable.path else averaging)
+    same_values(found, trained(keras.Model.fit, plain, both), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.nightly
 def test_tables_with_optimizers_in_fit_and_in_checkpoints(rank, size, shared_path):
     """In mixed precision all of a model's variables have separate optimizers; slots and counters are restored."""

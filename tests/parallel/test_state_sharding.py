@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import keras
@@ -380,3 +381,12 @@ def test_a_whole_optimizer_that_keras_saved_is_loaded_by_part(scaled, rng, tmp_p
         each.fit(x, y, batch_size=8, verbose=0)  # the same batch on every rank
     same_values(model.trainable_variables, plain.trainable_variables, rtol=1e-6)
     assert int(model.optimizer.iterations) == 2
+
+
+def test_keras_cannot_swap_in_averages_of_which_a_rank_has_a_part(size):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile(with_sharded_states(opts.Adam(0.1, use_ema=True)), "mse")
+    x = np.ones((8, 3), "float32")
+    refused = pytest.raises(ValueError, match=r"callbacks: got SwapEMAWeights, .* ema_overwrite_frequency")
+    with refused if size > 1 else contextlib.nullcontext():
+        hk.fit(model, x, x[:, :2], callbacks=[keras.callbacks.SwapEMAWeights()], verbose=0)
