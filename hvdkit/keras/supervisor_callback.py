@@ -21,6 +21,7 @@ from hvdkit.keras.measured_function import choice_of
 from hvdkit.keras.plain_fit import CheckedCallback
 from hvdkit.keras.step_callbacks import stateful_callbacks
 from hvdkit.keras.supervised_fit import begin_supervision, end_supervision
+from hvdkit.optimizer.inner_optimizers import keeps_averages
 from hvdkit.sharding.shards import AnyVariable
 from hvdkit.supervisor.session import Supervisor
 from hvdkit.supervisor.summaries import numbers_in
@@ -282,7 +283,7 @@ def end_epoch(supervisor: SupervisorCallback, epoch: int) -> None:
     if session.preempted:
         if has_decided and supervisor._is_epoch_complete():  # the save in its last step was before its end
             session.save()
-    elif getattr(model.optimizer, "use_ema", False) or (is_last and has_decided):
+    elif keeps_averages(model.optimizer) or (is_last and has_decided):
         # Before on_train_end, Keras replaces the weights by their averages, and EarlyStopping by the best ones.
         session.save(wait=False)
     else:

@@ -33,6 +33,14 @@ def trained_by(optimizer: keras.optimizers.Optimizer) -> Sequence[AnyVariable]:
     return trained
 
 
+def keeps_averages(optimizer: keras.optimizers.Optimizer | None) -> bool:
+    """Return True if Keras replaces weights by their moving averages at the end of ``fit``, also those of a table."""
+    parts = list(with_inner(optimizer))
+    tables = [found for part in parts if (found := getattr(part, "_hvdkit_tables", None)) is not None]
+    parts += [each for found in tables for each in found.optimizers]
+    return any(getattr(part, "use_ema", False) for part in parts)
+
+
 def slots_of(optimizer: keras.optimizers.Optimizer) -> list[AnyVariable]:
     """Return slots and counters, without the gradients that each rank has accumulated."""
     sums = {id(v) for v in gradient_sums_of(optimizer)}

@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.as_one import same_values
 
 import hvdkit as hk
 from hvdkit.keras.supervised_fit import is_supervised
@@ -130,6 +131,41 @@ def test_averages_that_keras_swaps_in_at_the_end_of_fit_are_not_taken_for_weight
     bits, session, _ = fit(shared_path / "parts", ema=True, save_steps=None)
     assert session.global_step == EPOCHS * STEPS
     assert bits == whole
+
+
+def scaled_model():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Rescaling(1 / 96), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.LossScaleOptimizer(averaging(0.05), initial_scale=4.0), "mse")
+    return model
+
+
+def model_with_a_table():
+    table = hk.layers.Table("t", 96, 2, optimizer=averaging(0.5))
+    inputs = keras.Input((2,), dtype="int64")
+    rows = hk.layers.ShardedEmbeddingCollection([table], {"t": "row"})({"t": inputs})["t"]
+    model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(rows)))
+    model.compile(keras.optimizers.SGD(0.05), "mse")
+    return model
+
+
+def averaging(rate):
+    return keras.optimizers.SGD(rate, use_ema=True, ema_momentum=0.9)
+
+
+@pytest.mark.parametrize("build", [scaled_model, model_with_a_table])
+def test_a_run_continues_from_its_weights_and_not_from_their_averages(build, shared_path):
+    ids = np.arange(192).reshape(96, 2) % 96
+
+    def weights(folder, epochs):
+        keras.utils.set_random_seed(4)
+        model = build()
+        keep = hk.callbacks.SupervisorCallback(shared_path / folder)
+        hk.fit(model, ids, ids[:, :1] / 96, batch_size=16, epochs=epochs, verbose=0, callbacks=[keep])
+        return model.get_weights()
+
+    whole = weights("through", 2)
+    weights("parts", 1)
+    same_values(weights("parts", 2), whole)
 
 
 def test_steps_per_execution_that_do_not_divide_the_epoch_are_refused(shared_path):
