@@ -17,6 +17,7 @@ from hvdkit.cluster.progress import progress
 from hvdkit.collectives import allreduce
 from hvdkit.errors import NonFiniteError, describe
 from hvdkit.keras.plain_fit import CheckedCallback
+from hvdkit.optimizer.inner_optimizers import updater_of
 from hvdkit.supervisor.divergence import DivergenceDetector, replicated
 
 # Callbacks with state, by model. A callback references its model, so both are held weakly here.
@@ -157,7 +158,7 @@ class LearningRateWarmup(_StepCounter):
     def on_train_begin(self, logs: dict[str, float] | None = None) -> None:
         """Read the optimizer's rate as the rate for one rank; a second ``fit`` continues from the first."""
         optimizer = self.model.optimizer
-        if isinstance(getattr(optimizer, "_learning_rate", None), keras.optimizers.schedules.LearningRateSchedule):
+        if isinstance(updater_of(optimizer)._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
             remedy = "wrap it instead: hk.schedules.Warmup(schedule, scale=hk.size(), steps=500)"
             raise TypeError(describe("learning rate", "a schedule", "a number that the callback can change", remedy))
         if self._base is None:

@@ -197,3 +197,12 @@ def test_warmup_schedule_and_callback_agree(scale):
     np.testing.assert_allclose(seen, [float(schedule(step)) for step in range(7)], rtol=1e-6)
     again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(schedule))
     assert float(again(2)) == float(schedule(2))
+
+
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, keras.optimizers.LossScaleOptimizer])
+def test_warmup_of_a_schedule_is_refused_with_the_remedy(wrap):
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    decay = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
+    model.compile(wrap(keras.optimizers.SGD(decay)), "mse")
+    with pytest.raises(TypeError, match=r"learning rate: got a schedule, .* hk\.schedules\.Warmup"):
+        hk.fit(model, np.zeros((7, 1)), np.zeros((7, 1)), callbacks=[hk.callbacks.LearningRateWarmup(4)], verbose=0)
