@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import keras
@@ -30,6 +30,8 @@ from hvdkit.keras.supervisor_callback import SupervisorCallback, end_epoch, join
 from hvdkit.keras.trained_epochs import TrainedEpochs
 from hvdkit.layers.batch_norm import check_batch_normalization
 from hvdkit.machine.terminal import on_terminal
+from hvdkit.optimizer.inner_optimizers import updaters_of
+from hvdkit.sharding.shards import variable_optimizer
 from hvdkit.sharding.variables import compare_variables
 from hvdkit.supervisor.session import restored_of_ranks
 
@@ -128,13 +130,24 @@ def _compare_callbacks(callbacks: list[keras.callbacks.Callback], begin: Callabl
     return _Needs(*(any(of_ranks) for of_ranks in zip(*(needs for _, needs in ranks), strict=True)))
 
 
-def _check_averages(callbacks: Iterable[keras.callbacks.Callback], model: keras.Model) -> None:
-    """Raise ValueError for ``SwapEMAWeights`` if each rank has 1/N of the averages, which it takes for whole ones."""
-    swaps = cluster.size() > 1 and any(isinstance(each, keras.callbacks.SwapEMAWeights) for each in callbacks)
-    if swaps and any(optimizer._hvdkit.shard_states for optimizer in optimizers_of(model)):
+def _check_averages(callbacks: Sequence[keras.callbacks.Callback], model: keras.Model) -> None:
+    """Raise ValueError for ``SwapEMAWeights`` if it would swap only some of the averages, or save them as weights.
+
+    It takes those of ``model.optimizer`` for whole ones, and does not know those of tables.
+    """
+    swaps = [each for each in callbacks if isinstance(each, keras.callbacks.SwapEMAWeights)]
+    if not swaps:
+        return
+    if cluster.size() > 1 and getattr(getattr(model.optimizer, "_hvdkit", None), "shard_states", False):
         expected = "callbacks that do not need whole averages on each rank, with shard_states=True"
-        remedy = "pass ema_overwrite_frequency to the optimizer, or leave shard_states out"
-        raise ValueError(describe("callbacks", "SwapEMAWeights", expected, remedy))
+        raise ValueError(describe("callbacks", "SwapEMAWeights", expected, "leave shard_states out"))
+    own = [variable_optimizer(variable) for variable in model.trainable_variables]
+    if any(each.optimizer.use_ema for each in own if each is not None):
+        expected = "tables whose own optimizers keep no averages, with this callback"
+        raise ValueError(describe("callbacks", "SwapEMAWeights", expected, "leave use_ema out of these optimizers"))
+    if any(isinstance(each, SupervisorCallback) for each in callbacks) and any(each.swap_on_epoch for each in swaps):
+        expected = "swap_on_epoch=False in a run that is saved, which would continue from averages"
+        raise ValueError(describe("callbacks", "SwapEMAWeights(swap_on_epoch=True)", expected, "leave it out"))
 
 
 def _local_verbose(verbose: int | str) -> int | str:
@@ -419,7 +432,8 @@ class CallbackList(keras.callbacks.CallbackList):
 
         def decide() -> dict[str, object]:
             call()
-            rates = [float(np.asarray(optimizer.learning_rate)) for optimizer in optimizers_of(self.model)]
+            updaters = [each for optimizer in optimizers_of(self.model) for each in updaters_of(optimizer)]
+            rates = [float(np.asarray(each.learning_rate)) for each in updaters]
             return {"stop_training": bool(self.model.stop_training), "learning rates": rates}
 
         remedy = "decide from the logs, which are equal on all ranks"

@@ -20,7 +20,7 @@ from hvdkit.errors import describe
 from hvdkit.keras.attribute_swap import exchange_attributes, swap_attributes
 from hvdkit.optimizer.copies import Original
 from hvdkit.optimizer.distributed import distribute
-from hvdkit.optimizer.inner_optimizers import updater_of
+from hvdkit.optimizer.inner_optimizers import updater_of, updaters_of
 from hvdkit.optimizer.mixin import DistributedMixin
 from hvdkit.sharding.optimizer_configs import config_of
 
@@ -194,13 +194,11 @@ def following_originals(model: keras.Model) -> Iterator[None]:
         for optimizer in optimizers_of(model):
             if optimizer._hvdkit_original is None:
                 continue
-            original = optimizer._hvdkit_original.optimizer
-            variable = updater_of(original)._learning_rate
-            if not isinstance(variable, keras.Variable):  # a schedule or a function
-                continue
-            if _rate(original) != optimizer._hvdkit_original.rate:
+            variables = _rate_variables(optimizer._hvdkit_original.optimizer)
+            if _values(variables) != optimizer._hvdkit_original.rates:
                 _follow(optimizer)
-            stack.enter_context(swap_attributes(variable, assign=_followed(variable.assign, optimizer)))
+            for variable in variables:
+                stack.enter_context(swap_attributes(variable, assign=_followed(variable.assign, optimizer)))
         yield
 
 
@@ -215,13 +213,22 @@ def _followed(assign: Callable[[object], T], optimizer: keras.Optimizer) -> Call
 
 def _follow(optimizer: keras.Optimizer) -> None:
     original = optimizer._hvdkit_original.optimizer
-    rate = _rate(original)
-    optimizer.learning_rate = rate
-    optimizer._hvdkit_original = Original(original, rate)
+    variables = _rate_variables(original)
+    # A MultiOptimizer that calls a function has no optimizers before it is built, and its copy then has the same ones.
+    for own, variable in zip(_rate_variables(optimizer), variables, strict=False):
+        if own is not variable:
+            own.assign(variable)
+    optimizer._hvdkit_original = Original(original, _values(variables))
 
 
-def _rate(optimizer: keras.Optimizer) -> float:
-    return float(np.asarray(optimizer.learning_rate))
+def _rate_variables(optimizer: keras.Optimizer) -> list[keras.Variable]:
+    """Return the learning rates of an optimizer, and of those inside, that are neither schedules nor functions."""
+    rates = [each._learning_rate for each in updaters_of(optimizer)]
+    return [rate for rate in rates if isinstance(rate, keras.Variable)]
+
+
+def _values(variables: Iterable[keras.Variable]) -> tuple[float, ...]:
+    return tuple(float(np.asarray(variable)) for variable in variables)
 
 
 def _items(value: object) -> Iterable[object]:
@@ -254,7 +261,7 @@ def _copy_for(model: keras.Model, optimizer: keras.Optimizer) -> keras.Optimizer
             return known.copy
     steps = int(np.asarray(optimizer.iterations))
     copy = distribute(optimizer)
-    copy._hvdkit_original = Original(optimizer, _rate(optimizer))
+    copy._hvdkit_original = Original(optimizer, _values(_rate_variables(optimizer)))
     _COPIES.set(optimizer, _KnownCopy(copy, weakref.ref(model), steps))
     return copy
 

@@ -36,7 +36,7 @@ class Original:
     """A plain optimizer that a distributed copy replaces. Not a tuple: Keras would save it with the copy."""
 
     optimizer: keras.optimizers.Optimizer
-    rate: float  # the learning rate when it was copied
+    rates: tuple[float, ...]  # its learning rates when it was copied, without those of schedules
 
 
 def subclass(mixin: type[T], base: type) -> type[T]:

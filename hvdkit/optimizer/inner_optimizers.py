@@ -14,9 +14,15 @@ LossScale = keras.optimizers.LossScaleOptimizer
 def updater_of(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """Return the optimizer that updates the variables: of a LossScaleOptimizer, the one inside.
 
-    Other optimizers with an attribute ``inner_optimizer`` are their users' own, and may use it in any way.
+    An optimizer that a user has written may use an attribute ``inner_optimizer`` in any way.
     """
     return optimizer.inner_optimizer if isinstance(optimizer, LossScale) else optimizer
+
+
+def updaters_of(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
+    """Return the optimizers that update the variables: also those inside a MultiOptimizer, which has no rate."""
+    updater = updater_of(optimizer)
+    return list(getattr(updater, "optimizers", [updater]))
 
 
 def with_inner(optimizer: keras.optimizers.Optimizer | None) -> Iterator[keras.optimizers.Optimizer]:

@@ -28,7 +28,7 @@ from hvdkit.optimizer.coupled_layers import check_coupled
 from hvdkit.optimizer.element_partition import ElementPartition
 from hvdkit.optimizer.equal_ranks import compare_end, compare_start, warn_of_no_callback
 from hvdkit.optimizer.gradients import Gradient, PlacedGradients, place_gradients
-from hvdkit.optimizer.inner_optimizers import LossScale, trained_by, updater_of
+from hvdkit.optimizer.inner_optimizers import LossScale, keeps_averages, trained_by, updater_of
 from hvdkit.optimizer.local_variables import register_local_variables
 from hvdkit.optimizer.optimizer_checks import check_inner, check_variables, reject_unsupported, too_late
 from hvdkit.optimizer.reduction import Reduction
@@ -74,7 +74,7 @@ class DistributedMixin(_KerasBase):
     _hvdkit_has_combined = False  # whether the current step combines the accumulated gradients
     _hvdkit_partition = ElementPartition(())  # with sharded optimizer state, after build
     _hvdkit_tables: TableOptimizers | None = None  # for tables that have their own optimizer
-    _hvdkit_trained: Sequence[AnyVariable] = ()  # with such tables: all variables, of which Keras knows the others
+    _hvdkit_trained: Sequence[AnyVariable] = ()  # all variables, if ``_trainable_variables`` lacks such tables
     _hvdkit_is_for_table = False  # whether this is a table's own optimizer
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -190,7 +190,7 @@ class DistributedMixin(_KerasBase):
         exchanges = not reduction.reduced and (reduction.shard_states or reduction.clip_global_norm is not None)
         placed = agree_on(prepare, reduction, exchanges=exchanges)
         partition = self._hvdkit_partition
-        if not (reduction.combines or reduction.reduced):  # the tape has: they are whole, so the norm needs no exchange
+        if not (reduction.combines or reduction.reduced):  # combined by the caller: replicated ones are whole
             return partition.slice_gradients(reduction.clip(placed, loss_scale))
         return reduction.clip(partition.combine(placed, reduction), loss_scale, divided=bool(partition.variables))
 
@@ -385,7 +385,7 @@ class DistributedMixin(_KerasBase):
             super().finalize_variable_values(self._hvdkit_without_tables(trained))
         if isinstance(self, LossScale) or self._hvdkit_is_checked or self._hvdkit_is_for_table:
             return
-        is_fit = self._hvdkit_is_in_fit or not self.use_ema  # a loop calls it for EMA
+        is_fit = self._hvdkit_is_in_fit or not keeps_averages(self)  # a loop calls it for EMA
         if is_fit and int(self.iterations.numpy()) > 0:  # fit may end without an epoch
             warn_of_no_callback()
             compare_end(trained, self._hvdkit.group)

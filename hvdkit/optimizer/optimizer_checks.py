@@ -16,10 +16,9 @@ from hvdkit.sharding.variables import variable_name
 
 def check_variables(optimizer: keras.optimizers.Optimizer, variables: Sequence[AnyVariable]) -> None:
     """Raise ValueError if a distributed optimizer cannot be built over ``variables``."""
-    if cluster.size() > 1:
-        _check_overwritten(optimizer, variables)
-        if optimizer._hvdkit.shard_states:
-            check_shardable(optimizer)
+    _check_overwritten(optimizer, variables)
+    if optimizer._hvdkit.shard_states and cluster.size() > 1:
+        check_shardable(optimizer)
     for variable in variables:
         holding = holding_of(variable)
         if isinstance(holding, Local):
@@ -73,7 +72,7 @@ def _reject_multi(optimizer: keras.optimizers.Optimizer, where: str) -> None:
 def _check_overwritten(optimizer: keras.optimizers.Optimizer, variables: Sequence[AnyVariable]) -> None:
     """Raise ValueError if gradients that overwrite variables would be divided among ranks or summed over steps."""
     overwritten = [v for v in variables if getattr(v, "overwrite_with_gradient", False)]
-    if not overwritten:
+    if not overwritten or cluster.size() == 1:
         return
     got = f"{variable_name(overwritten[0])} (overwrite_with_gradient)"
     expected = "variables that gradients update"

@@ -56,8 +56,12 @@ def tier_of(item: pytest.Item, size: int) -> str:
 
     A mark "nightly" with numbers of ranks is an exception to the others.
     """
-    if any(size in mark.args for mark in item.iter_markers("nightly")):
-        return "nightly"
+    for mark in item.iter_markers("nightly"):
+        if not set(mark.args) <= set(ranks_of(item)):
+            expected = f"numbers of its ranks{ranks_of(item)}"
+            raise pytest.UsageError(f"{item.nodeid}: got nightly{mark.args}, expected {expected}")
+        if size in mark.args:
+            return "nightly"
     for node in reversed(item.listchain()):
         for mark in reversed(node.own_markers):  # those of a case come after those of its function
             if mark.name in _OF_TESTS and not (mark.name == "nightly" and mark.args):

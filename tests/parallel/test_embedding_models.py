@@ -325,6 +325,9 @@ def test_averages_of_weights_are_swapped_in_next_to_tables_with_optimizers():
     found = trained(hk.fit, sharded, averaging)
     both = keras.optimizers.MultiOptimizer(lambda variable: own if "embedding" in variable.path else averaging)
     same_values(found, trained(keras.Model.fit, plain, both), rtol=1e-4, atol=1e-5)
+    own = keras.optimizers.SGD(0.5, use_ema=True)
+    with pytest.raises(ValueError, match=r"got SwapEMAWeights, expected tables whose own optimizers keep no averages"):
+        trained(hk.fit, sharded, averaging)
 
 
 @pytest.mark.nightly

@@ -181,3 +181,32 @@ def test_a_metric_whose_result_is_its_variable(rng):
     model = mlp(metrics=[Rows(name="rows")])()
     history = hk.fit(model, x, y, batch_size=8, epochs=2, verbose=0, validation_data=(x[:9], y[:9])).history
     assert history["rows"] == [23, 23] and history["val_rows"] == [9, 9]
+
+
+def by_function(biases, others):
+    return keras.optimizers.MultiOptimizer(lambda variable: biases if "bias" in variable.path else others)
+
+
+def by_map(biases, others):
+    return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(others, {".*/bias": biases}))
+
+
+def scaled(biases, others):
+    return keras.optimizers.LossScaleOptimizer(by_map(biases, others), initial_scale=4.0)
+
+
+@pytest.mark.parametrize("combine", [by_function, by_map, scaled])
+def test_a_multi_optimizer_trains_as_in_one_process(combine, rng):
+    """A callback lowers the rate of one of its optimizers, which the user has created."""
+    biases = []
+
+    def build():
+        biases.append(keras.optimizers.Adam(0.01))
+        return mlp(combine(biases[-1], keras.optimizers.SGD(0.05)))()
+
+    class Lower(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            biases[-1].learning_rate = 0.01 / (1 + epoch)
+
+    x, y = regression(48, rng)
+    compare(build, x, y, epochs=3, batch_size=16, shuffle=False, callbacks=[Lower()])

@@ -310,7 +310,7 @@ def test_metrics_with_other_arguments_in_validation_and_in_branches(rng):
         np.testing.assert_allclose(got[name], expected[name], rtol=1e-5)
 
 
-@pytest.mark.nightly(1)
+@pytest.mark.ranks(1)
 def test_on_one_rank_nothing_is_refused(rng):
     x, y = line(rng, 12)
     if hk.size() > 1:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers.as_one import compare, line, plain, ported, raises_on_several, same_logs, same_values, same_weights
+from helpers.tiers import at_night
 
 import hvdkit as hk
 
@@ -131,8 +132,7 @@ class Compiled(keras.Model):
         return {"seen": self.seen.result()}
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("run_eagerly", at_night([False, True], but=[False]))
 def test_functions_of_tensorflow_in_a_step(rng, run_eagerly):
     """Their graphs, of the first batch, serve later ones whose shares are others."""
     x, y = line(rng)

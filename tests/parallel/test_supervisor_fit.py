@@ -168,6 +168,12 @@ def test_a_run_continues_from_its_weights_and_not_from_their_averages(build, sha
     same_values(weights("parts", 2), whole)
 
 
+def test_averages_that_are_swapped_in_while_a_run_is_saved_are_refused(shared_path):
+    swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+    with pytest.raises(ValueError, match=r"got SwapEMAWeights\(swap_on_epoch=True\), .* continue from averages"):
+        hk.fit(scaled_model(), X[:, :2], Y, logdir=str(shared_path / "run"), callbacks=[swap], verbose=0)
+
+
 def test_steps_per_execution_that_do_not_divide_the_epoch_are_refused(shared_path):
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(ValueError, match="steps_per_execution: got 4, expected a divisor of the epoch's 6 steps"):

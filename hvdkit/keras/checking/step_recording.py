@@ -25,7 +25,7 @@ from hvdkit.keras.model_optimizers import all_optimizers
 from hvdkit.keras.rank_functions import FirstRows
 from hvdkit.keras.rank_state import untracked_variables
 from hvdkit.keras.unchanged_models import in_inference, is_augmentation
-from hvdkit.optimizer.inner_optimizers import updater_of
+from hvdkit.optimizer.inner_optimizers import updaters_of
 from hvdkit.sharding.shards import AnyVariable, holding_of, is_seed_state
 
 if TYPE_CHECKING:
@@ -210,8 +210,7 @@ def _optimizers(model: keras.Model) -> Iterable[keras.Optimizer]:
     """Return the optimizers of a model that update variables: those inside others."""
     found: dict[int, keras.Optimizer] = {}
     for optimizer in all_optimizers(model):
-        updater = updater_of(optimizer)
-        for each in getattr(updater, "optimizers", [updater]):
+        for each in updaters_of(optimizer):
             found[id(each)] = each
     return found.values()
 
