@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.as_one import compare, plain, ported, raises_on_several, same_logs
+from helpers.as_one import compare, plain, ported, raises_on_several, same_logs, same_weights
 from helpers.pairwise import some_at
 
 import hvdkit as hk
@@ -210,3 +210,21 @@ def test_a_multi_optimizer_trains_as_in_one_process(combine, rng):
 
     x, y = regression(48, rng)
     compare(build, x, y, epochs=3, batch_size=16, shuffle=False, callbacks=[Lower()])
+
+
+def test_slots_that_start_at_the_weights_do_so_if_a_step_is_traced(rng):
+    """Plain Keras assigns them in the graph of a step, but not if the optimizer is built before."""
+    x, y = regression(48, rng)
+
+    def build():
+        return mlp(keras.optimizers.ScheduleFreeAdamW(0.01))()
+
+    def built():
+        model = build()
+        model.optimizer.build(model.trainable_variables)
+        return model
+
+    options = {"epochs": 2, "batch_size": 16, "shuffle": False}
+    one, _ = plain(built, x, y, **options)
+    many, _ = ported(build, x, y, **options)
+    same_weights(many, one)
