@@ -12,6 +12,7 @@ from collections import Counter
 import keras
 import numpy as np
 import pytest
+from helpers.locks import held
 from helpers.object_store import BUCKET, RUN, SECRET, STEP_1, STEP_2, make_impatient, state, value_of
 from helpers.tiers import at_night
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
@@ -299,7 +300,7 @@ def test_a_second_run_is_refused_and_a_dead_one_replaced(store, monkeypatch):
     monkeypatch.setattr(store_lock, "BEAT_SECONDS", 0.3)
     monkeypatch.setattr(store_lock, "LEASE_SECONDS", 3.0)
     first = store_lock.lock_of(open_store(RUN, "logdir"))
-    with first:
+    with held(first):
         with pytest.raises(hk.CheckpointError, match="this process"):
             store_lock.StoreLock(first._path.parent).acquire()
         path = first._path
