@@ -41,7 +41,6 @@ def begin(hosts, *command, out, **extra):
         return hosts[0].start(command, env=env, stdout=file, stderr=file)
 
 
-@pytest.mark.nightly
 def test_a_host_is_lost_and_comes_back(hosts, tmp_path):
     """A host that is cut off is left out, and included again at the next start. Losses equal those of one process.
 

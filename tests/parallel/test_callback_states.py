@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 from helpers.as_one import same_values
+from helpers.tiers import at_night
 
 import hvdkit as hk
 
@@ -105,9 +106,8 @@ def outcome(model, folder, run):
     return weights, saved
 
 
-@pytest.mark.nightly
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
+@pytest.mark.parametrize("sharded", at_night([False, True], but=[False]), ids=["replicated", "sharded"])
 def test_a_run_that_is_killed_and_continued_decides_like_one_that_was_not(shared_path, sharded):
     whole, model = train(shared_path, "whole", sharded=sharded)
     assert 4 < len(whole.epoch) < EPOCHS, whole.history  # EarlyStopping has ended it

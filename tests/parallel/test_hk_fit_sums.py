@@ -334,7 +334,6 @@ def own_step(loss, *hidden):
     return model
 
 
-@pytest.mark.nightly
 @pytest.mark.ranks(2, 3)
 def test_sums_in_a_train_step_are_exact(rng, size, capfd):
     x, y = line(rng, 25)  # batches of 8, and one of 1
