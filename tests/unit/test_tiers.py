@@ -81,9 +81,9 @@ def test_a_mark_names_the_numbers_of_ranks_of_the_nightly_tier(names):
     assert names("parallel", "nightly", 3, text) == EVERY
 
 
-def test_a_nightly_number_at_which_the_test_does_not_run_is_an_error(names):
-    with pytest.raises(pytest.UsageError, match=r"got nightly\(2,\), expected numbers of its ranks\(1, 3\)"):
-        names("parallel", "core", 3, TESTS.replace("ranks(1, 3)", "ranks(1, 3)\n@pytest.mark.nightly(2)"))
+def test_a_wrong_number_of_ranks_of_the_nightly_tier_is_an_error(names):
+    with pytest.raises(pytest.UsageError, match=r"got nightly\(5,\), expected numbers from 1 to 4"):
+        names("parallel", "core", 3, TESTS.replace("ranks(1, 3)", "ranks(1, 3)\n@pytest.mark.nightly(5)"))
 
 
 def test_a_test_never_runs_on_fewer_ranks_than_its_mark_names(names):
