@@ -223,9 +223,23 @@ def continue_logs(callbacks: Iterable[keras.callbacks.Callback], epoch: int) -> 
 def check_callbacks(
     callbacks: keras.callbacks.Callback | Iterable[keras.callbacks.Callback],
 ) -> list[keras.callbacks.Callback]:
-    """Return ``callbacks`` as a list. Raises TypeError if one of them is not a Keras callback."""
+    """Return the ``callbacks`` of a run that is saved as a list.
+
+    Raises:
+        TypeError: one of them is not a Keras callback.
+        ValueError: one of them leaves averages in the model at the end of an epoch.
+    """
     found = [callbacks] if isinstance(callbacks, keras.callbacks.Callback) else list(callbacks)
     for each in found:
         if not isinstance(each, keras.callbacks.Callback):
             raise TypeError(describe("callbacks", each, "Keras callbacks", "pass objects of the list given to fit"))
+    refuse_swapped_averages(found)
     return found
+
+
+def refuse_swapped_averages(callbacks: Iterable[keras.callbacks.Callback]) -> None:
+    """Raise ValueError for a callback that leaves averages in the model when a run is saved."""
+    for each in callbacks:
+        if isinstance(each, keras.callbacks.SwapEMAWeights) and each.swap_on_epoch:
+            expected = "swap_on_epoch=False in a run that is saved, which would continue from averages"
+            raise ValueError(describe("callbacks", "SwapEMAWeights(swap_on_epoch=True)", expected, "leave it out"))

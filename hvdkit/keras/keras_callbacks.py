@@ -17,6 +17,7 @@ from hvdkit.cluster.logs import warn_once
 from hvdkit.cluster.progress import progress
 from hvdkit.errors import CollectiveMismatchError, describe, see
 from hvdkit.internals import is_default, pythonify_logs
+from hvdkit.keras.callback_states import refuse_swapped_averages
 from hvdkit.keras.checking.step_recording import StepRecorder
 from hvdkit.keras.chief import StopRequest, is_on_chief
 from hvdkit.keras.chief_variables import build_for
@@ -131,7 +132,7 @@ def _compare_callbacks(callbacks: list[keras.callbacks.Callback], begin: Callabl
 
 
 def _check_averages(callbacks: Sequence[keras.callbacks.Callback], model: keras.Model) -> None:
-    """Raise ValueError for ``SwapEMAWeights`` if it would swap only some of the averages, or save them as weights.
+    """Raise ValueError for ``SwapEMAWeights`` if it would swap only some of the averages, or a run would save them.
 
     It takes those of ``model.optimizer`` for whole ones, and does not know those of tables.
     """
@@ -145,9 +146,8 @@ def _check_averages(callbacks: Sequence[keras.callbacks.Callback], model: keras.
     if any(each.optimizer.use_ema for each in own if each is not None):
         expected = "tables whose own optimizers keep no averages, with this callback"
         raise ValueError(describe("callbacks", "SwapEMAWeights", expected, "leave use_ema out of these optimizers"))
-    if any(isinstance(each, SupervisorCallback) for each in callbacks) and any(each.swap_on_epoch for each in swaps):
-        expected = "swap_on_epoch=False in a run that is saved, which would continue from averages"
-        raise ValueError(describe("callbacks", "SwapEMAWeights(swap_on_epoch=True)", expected, "leave it out"))
+    if any(isinstance(each, SupervisorCallback) for each in callbacks):
+        refuse_swapped_averages(swaps)
 
 
 def _local_verbose(verbose: int | str) -> int | str:

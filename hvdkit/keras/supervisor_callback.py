@@ -59,6 +59,8 @@ class SupervisorCallback(CheckedCallback):
         stopped_by: the class of a restored callback that had ended the run, which ``fit`` then doesn't continue; or "".
 
     Raises:
+        TypeError: an element of ``callbacks`` is not a Keras callback.
+        ValueError: ``callbacks`` contains a ``SwapEMAWeights(swap_on_epoch=True)``, whose averages would be saved.
         HvdkitError: in ``fit``, as for ``hk.Supervisor``.
         SystemExit: with code 75, after SIGTERM, SIGINT or SIGUSR1: at the end of ``fit``, or instead of the validation
             of an incomplete epoch, without calling ``on_epoch_end`` and ``on_train_end`` of other callbacks.

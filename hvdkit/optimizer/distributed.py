@@ -1,7 +1,7 @@
 """Wrap any Keras 3 optimizer so that it updates with gradients combined over all ranks.
 
-``fit`` and custom training loops call ``apply`` in every step. The wrapper is a subclass of the
-optimizer's class whose ``apply`` combines the gradients before passing them on. With ``accumulate_steps``, Keras first
+``fit`` and custom training loops call ``apply`` in every step. The result is an instance of a subclass of the
+optimizer's class, whose ``apply`` combines the gradients before passing them on. With ``accumulate_steps``, Keras first
 accumulates the gradients locally; they are combined when Keras clips them, once per update.
 """
 

@@ -170,8 +170,11 @@ def test_a_run_continues_from_its_weights_and_not_from_their_averages(build, sha
 
 def test_averages_that_are_swapped_in_while_a_run_is_saved_are_refused(shared_path):
     swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
-    with pytest.raises(ValueError, match=r"got SwapEMAWeights\(swap_on_epoch=True\), .* continue from averages"):
+    refused = r"got SwapEMAWeights\(swap_on_epoch=True\), .* continue from averages"
+    with pytest.raises(ValueError, match=refused):
         hk.fit(scaled_model(), X[:, :2], Y, logdir=str(shared_path / "run"), callbacks=[swap], verbose=0)
+    with pytest.raises(ValueError, match=refused):
+        hk.callbacks.SupervisorCallback(shared_path / "run", callbacks=[swap])  # for plain fit
 
 
 def test_steps_per_execution_that_do_not_divide_the_epoch_are_refused(shared_path):

@@ -26,6 +26,7 @@ from hvdkit.keras.own_methods import keras_method
 from hvdkit.keras.strategies import outside_strategy
 from hvdkit.keras.unchanged_models import is_complete, unchanged
 from hvdkit.optimizer.equal_ranks import checked
+from hvdkit.optimizer.inner_optimizers import with_inner
 from hvdkit.sharding.shards import holding_of
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def _alone(model: keras.Model) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(checked(optimizers))
         for optimizer in optimizers:
-            for part in (optimizer, getattr(optimizer, "inner_optimizer", optimizer)):
+            for part in with_inner(optimizer):
                 if hasattr(part, "_hvdkit") and not combines:
                     stack.enter_context(swap_attributes(part, _hvdkit=replace(part._hvdkit, combines=False)))
         yield
