@@ -1,6 +1,6 @@
 """Settings of tests with random input. A few examples, the same ones every time; many random ones in the nightly tier.
 
-``HVDKIT_FUZZ_EXAMPLES=5000`` tries that many. What such a run finds becomes an ``@example`` of its test.
+``HVDKIT_TEST_EXAMPLES=5000`` tries that many. What such a run finds becomes an ``@example`` of its test.
 """
 
 from __future__ import annotations

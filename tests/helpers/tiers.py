@@ -34,7 +34,7 @@ MARKS = {
 _OF_TESTS = ("core", "full", "nightly")
 _NIGHTLY_RANKS = (2, 3)
 _ANY_RANKS = (1, 2, 3, 4)
-EXAMPLES_VARIABLE = "HVDKIT_FUZZ_EXAMPLES"
+EXAMPLES_VARIABLE = "HVDKIT_TEST_EXAMPLES"
 NIGHTLY_EXAMPLES = 1000
 """Random examples of each test in the nightly tier: see :mod:`fuzzing`."""
 

@@ -80,7 +80,7 @@ def test_a_run_is_killed_stopped_continued_with_fewer_ranks_and_inspected(tmp_pa
 
 
 SURVIVING = Path(__file__).with_name("surviving.py")
-ROUNDS = "HVDKIT_CHAOS_ROUNDS"
+ROUNDS = "HVDKIT_TEST_ROUNDS"
 PHASES = ("start", "train", "save", "end")
 FAULTS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGSTOP, SIGKILL")
 TARGETS = ("rank 0", "rank 1", "launcher")

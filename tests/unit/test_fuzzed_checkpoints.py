@@ -1,6 +1,6 @@
 """Random changes of a checkpoint's files: right values, or an error that names the file, in bounded memory.
 
-Nothing on the disk is changed by reading. The changes of JSON have valid checksums. ``HVDKIT_FUZZ_EXAMPLES=5000`` tries
+Nothing on the disk is changed by reading. The changes of JSON have valid checksums. ``HVDKIT_TEST_EXAMPLES=5000`` tries
 that many random changes; by default a few are tried, the same ones every time.
 """
 

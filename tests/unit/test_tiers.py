@@ -8,7 +8,10 @@ import sys
 
 import pytest
 import run as runner
-from helpers.tiers import MARKS, selects
+from helpers import speed, time_limit
+from helpers.tiers import EXAMPLES_VARIABLE, MARKS, selects
+
+from hvdkit.machine.environment import ineffective_settings
 
 pytest_plugins = ["pytester"]
 
@@ -156,3 +159,8 @@ def test_an_unknown_tier_or_mark_is_an_error(tmp_path, arguments, words):
     run = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "check": False}
     result = subprocess.run([*command, *arguments], **run)
     assert result.returncode != 0 and words in result.stdout + result.stderr
+
+
+def test_variables_of_the_runner_are_not_reported_by_jobs_as_settings():
+    names = (EXAMPLES_VARIABLE, speed.VARIABLE, time_limit.UNTIL)
+    assert ineffective_settings(dict.fromkeys(names, "1")) is None
