@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.outcomes import BEGUN
 from helpers.speed import WAIT
 from helpers.tiers import EXAMPLES_VARIABLE, MARKS, NIGHTLY_EXAMPLES, TIERS, needs_more_ranks, selects
 from helpers.time_limit import IS_OVER, is_over
@@ -104,6 +105,9 @@ def pytest_collection() -> Iterator[None]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests of the tier that run at this number of ranks; without a tier, skip those that need more ranks."""
     tier, size = config.getoption("--tier"), launched_rank().size
+    if BEGUN in os.environ:
+        begun = set(Path(os.environ[BEGUN]).read_text().splitlines())
+        items[:] = [item for item in items if item.nodeid not in begun]
     if tier is None:
         for item in items:
             if (reason := needs_more_ranks(size, item)) is not None:

@@ -19,9 +19,9 @@ A launch has no limit on its total time; it is ended as hung if no test ends for
 seconds are multiplied by the machine's slowdown (tests/helpers/speed.py), measured at the start and again before the
 tests that measure how soon a job ends.
 
-One launch runs all tests of a number of ranks, because starting TensorFlow takes seconds. A test counts once per
-launch, and has failed if it failed on any rank. The run ends with the slowest tests and the seconds of each launch, and
-its last line is "N passed, M failed".
+One launch runs all tests of a number of ranks, because starting TensorFlow takes seconds. If a test ends its launch,
+another one runs the tests after it. A test counts once per launch, and has failed if it failed on any rank. The run
+ends with the slowest tests and the seconds of each launch, and its last line is "N passed, M failed".
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ import psutil
 import tyro
 from helpers import speed
 from helpers.jobs import BIN, PERMISSIONS
-from helpers.outcomes import Launch, reason, report, slowest
+from helpers.outcomes import BEGUN, Launch, reason, report, slowest
 from helpers.tiers import Tier
 from helpers.time_limit import UNTIL, is_over
 
@@ -149,14 +149,14 @@ def launches(config: Config, folder: Path) -> list[Launch]:
     for n in config.np:
         mpirun = [program("mpirun"), "-np", str(n), "--bind-to", "none"]
         path = folder / f"mpi-{n}"
-        listed.append(Launch(f"np={n}, MPI", n, [*mpirun, *to_files(pytest, path, "OMPI_COMM_WORLD_RANK")], path))
+        listed.append(Launch(f"np={n}, MPI", n, [*mpirun, *to_files(pytest, "OMPI_COMM_WORLD_RANK")], path))
     if config.gloo and (config.tier != "core" or config.k):
         n, path = config.gloo_np, folder / f"gloo-{config.gloo_np}"
         if config.tier == "rest" and not config.k:  # the core has no launch under Gloo
             pytest = [*python, "--tier", "all"]
         horovodrun = [program("horovodrun"), "--gloo", "-np", str(n)]
         files = [*UNDER_GLOO, *(UNDER_GLOO_AT_NIGHT if config.tier == "nightly" or config.k else ())]
-        command = to_files(pytest, path, "HOROVOD_RANK", [f"tests/parallel/{name}" for name in files])
+        command = to_files(pytest, "HOROVOD_RANK", [f"tests/parallel/{name}" for name in files])
         listed.append(Launch(f"np={n}, Gloo", n, [*horovodrun, *command], path))
     return listed
 
@@ -176,20 +176,22 @@ def lanes() -> int:
 def run_all(listed: list[Launch], config: Config) -> Iterator[Launch]:
     """Run all launches, and yield each when it ends.
 
-    When a launch ends, the next one begins. Tests that measure how soon a job ends come last and run alone.
+    When a launch ends, the next one begins, or that of the tests after one which ended it early. Tests that measure how
+    soon a job ends come last and run alone.
     """
     timed = [launch for launch in listed if launch.name in TIMED.values()]
     others = longest_first([launch for launch in listed if launch not in timed], config.tier)
 
-    def run_one(launch: Launch) -> Launch:
+    def run_one(launch: Launch) -> list[Launch]:
         if STOP.is_set():
-            return launch
+            return []
         if is_over():
             print(f"{launch.name}: not begun, as no time was left", flush=True)
-            return launch
+            return []
         print(f"{launch.name} ...", flush=True)
         run(launch, config.stall)
-        return launch
+        after = launch.after_its_end()
+        return [launch, *(run_one(after) if after is not None else [])]
 
     for together, workers in ((others, lanes()), (timed, 1)):
         if not together:
@@ -199,15 +201,13 @@ def run_all(listed: list[Launch], config: Config) -> Iterator[Launch]:
         with ThreadPoolExecutor(workers) as pool:
             running = [pool.submit(run_one, launch) for launch in together]
             for done in as_completed(running):
-                yield done.result()
+                yield from done.result()
 
 
-def to_files(
-    pytest: list[str], folder: Path, rank_variable: str, files: Sequence[str] = ("tests/parallel",)
-) -> list[str]:
+def to_files(pytest: list[str], rank_variable: str, files: Sequence[str] = ("tests/parallel",)) -> list[str]:
     """Return the command of one rank, with its output in a separate file: on one terminal lines would interleave."""
     command = shlex.join([*pytest, *files])
-    return ["sh", "-c", f"exec {command} > {shlex.quote(str(folder))}/rank-${rank_variable}.out 2>&1"]
+    return ["sh", "-c", f'exec {command} > "$HVDKIT_TEST_RECORDS/rank-${rank_variable}.out" 2>&1']
 
 
 def run(launch: Launch, stall: float) -> None:
@@ -215,6 +215,11 @@ def run(launch: Launch, stall: float) -> None:
     launch.folder.mkdir(parents=True)
     env = {**os.environ, **PERMISSIONS, "HVDKIT_TEST_RECORDS": str(launch.folder), "TF_CPP_MIN_LOG_LEVEL": "2"}
     env["HVDKIT_TEST_STALL"] = f"{stall:g}"
+    if launch.begun is not None:
+        env[BEGUN] = str(launch.begun)
+    # Several launches run at a time, more ranks than cores: Horovod's threads, which look for tensors this often, would
+    # take a tenth of the cores' time.
+    env.setdefault("HOROVOD_CYCLE_TIME", "2")
     # A rank that waits for a core must not look dead.
     env.setdefault("HVDKIT_HEARTBEAT_SECONDS", speed.scaled(10))
     env["PATH"] = f"{BIN}{os.pathsep}{env['PATH']}"

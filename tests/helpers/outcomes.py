@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 _TAIL_LINES = 40
+BEGUN = "HVDKIT_TEST_BEGUN"
+"""Variable of the environment: a file with the tests, one in a line, that earlier launches have begun."""
 VERDICT = "verdict.txt"
 """File in the run's folder with what hvdkit's watchdog wrote; pytest would capture it.
 
@@ -25,7 +27,8 @@ class Launch:
 
     ``failures`` maps a test's id, or the name of a problem outside the tests, to the details of each rank.
     ``test_seconds`` has the seconds of the slowest rank, and ``processes`` counts the ranks and the processes that
-    tests started, without those that these started in turn. ``watchdog`` is what the watchdog wrote.
+    tests started, without those that these started in turn. ``watchdog`` is what the watchdog wrote. ``begun`` is a
+    file with the tests that are not run again.
     """
 
     name: str
@@ -42,6 +45,7 @@ class Launch:
     test_seconds: dict[str, float] = field(default_factory=dict)
     processes: int = 0
     watchdog: str = ""
+    begun: Path | None = None
 
     def read(self) -> None:
         """Read the ranks' records into ``passed``, ``skipped`` and ``failures``."""
@@ -90,6 +94,19 @@ class Launch:
         self.failures[f"{self.name}: {why}"] = details
         collected = max((line["collected"] for lines in ranks for line in lines if "collected" in line), default=0)
         self.not_run = max(0, collected - len(self.passed) - len(self.skipped) - len(self.failures) + 1)
+
+    def after_its_end(self) -> Launch | None:
+        """Return a launch of the tests that this one did not begin; None if it ended as expected or began none."""
+        lines = [line for rank in range(self.size) for line in _records(self.folder / f"rank-{rank}.jsonl")]
+        begun = dict.fromkeys(line["started"] for line in lines if "started" in line)
+        if not self.not_run or not begun:
+            return None
+        before = self.begun.read_text() if self.begun is not None else ""
+        file = self.folder / "begun.txt"
+        file.write_text(before + "".join(f"{test}\n" for test in begun))
+        again = f"{self.folder.name}-again"
+        name = self.name if self.begun is not None else f"{self.name}, again"
+        return Launch(name, self.size, self.command, self.folder.with_name(again), begun=file)
 
     def summary(self) -> str:
         """Return one line with the number of tests and the time."""

@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.core(2)]
 
 def trained(**options):
     """Return a model and its optimizer with nonzero state, equal on all ranks."""
+    keras.utils.clear_session()  # names are numbered alike, whatever each rank built before
     keras.utils.set_random_seed(3)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(2)])
     optimizer = hk.DistributedOptimizer(keras.optimizers.Adam(0.1), **options)
@@ -113,6 +114,7 @@ def test_ranks_at_different_steps_are_told_so(rank, size):
 
 def test_gradients_added_up_locally_do_not_count(rank, size):
     """Halfway through accumulate_steps each rank has different sums; loss scales are equal and compared."""
+    keras.utils.clear_session()  # names are numbered alike, whatever each rank built before
     keras.utils.set_random_seed(3)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
     inner = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))

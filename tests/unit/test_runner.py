@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -84,6 +85,29 @@ def test_no_test_begins_after_the_limit(tmp_path, monkeypatch):
     runner.run(launch, WAIT)
     assert set(launch.skipped.values()) == {"Skipped: no time was left: see --limit of tests/run.py"}
     assert not launch.passed and not launch.failures
+
+
+ENDS = """
+import os, sys, pytest
+class Ends:
+    def pytest_runtest_call(self, item):
+        if item.name == sys.argv[1]:
+            os._exit(9)
+sys.exit(pytest.main(["-q", "tests/unit/test_layers.py"], plugins=[Ends()]))
+"""
+
+
+@pytest.mark.full
+def test_tests_after_one_that_ends_its_launch_run_in_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner.speed, "measure", lambda: 1.0)
+    tests = re.findall(r"^def (test_\w+)", (runner.ROOT / "tests/unit/test_layers.py").read_text(), re.MULTILINE)
+    launch = Launch("unit", 1, [sys.executable, "-c", ENDS, tests[1]], tmp_path / "records")
+    first, second = runner.run_all([launch], runner.Config(stall=WAIT))
+    assert (first.name, second.name) == ("unit", "unit, again")
+    names = [[test.partition("::")[2] for test in each.passed] for each in (first, second)]
+    assert names == [tests[:1], tests[2:]] and not second.failures
+    ((problem, details),) = first.failures.items()
+    assert problem == "unit: ended by exit code 9" and f"::{tests[1]}" in details[0]
 
 
 def launches(pid):
