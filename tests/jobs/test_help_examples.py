@@ -38,8 +38,8 @@ EXAMPLES = (
     "HVDKIT_TUNED=cifar10.json horovodrun -np 2 python train.py",
     "hvdkit plan --measured cifar10.json --ranks 8..4096 --bandwidth 25Gbit",
 )
-SLOW = {EXAMPLES[0], EXAMPLES[1], "HVDKIT_TUNED=cifar10.json horovodrun -np 2 python train.py"}
-TUNE = "hvdkit tune -np 2 --model cifar10 --save cifar10.json"  # the folder is made with it
+TUNE = "hvdkit tune -np 2 --model cifar10 --save cifar10.json"  # writes what examples with its file read
+SLOW = {EXAMPLES[0], EXAMPLES[1], *(example for example in EXAMPLES if "cifar10.json" in example)}
 # Commands, and examples that need several hosts or Slurm, which other files of tests run.
 COMMANDS_ELSEWHERE = {"bench": "jobs/test_bench_command.py", "doctor": "jobs/test_doctor.py"}
 COMMANDS_ELSEWHERE["docs"] = "unit/test_docs_command.py"
@@ -93,9 +93,14 @@ def folder(tmp_path_factory):
     flight = re.search(r"^flight recorder: (\S+) .*; see `hvdkit docs failures`$", done.stderr, re.MULTILINE)
     assert done.returncode != 0 and flight, done.stderr
     shutil.move(flight[1], folder / "flight.json")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tuned(folder):
+    """Write what examples with the file of `hvdkit tune` read."""
     done = shell(scaled(TUNE, folder), folder)
     assert done.returncode == 0, done.stdout
-    return folder
 
 
 def shell(command, folder):
@@ -117,7 +122,9 @@ def test_each_command_is_run_here_or_by_another_file():
 
 
 @pytest.mark.parametrize("example", at_night(EXAMPLES, but=[each for each in EXAMPLES if each not in SLOW]))
-def test_an_example_runs(folder, tmp_path, example):
+def test_an_example_runs(folder, tmp_path, example, request):
+    if "cifar10.json" in example:
+        request.getfixturevalue("tuned")
     where = tmp_path if example.startswith("hvdkit new") else folder
     if example.startswith("hvdkit checkpoint export"):  # into a folder that is empty
         shutil.rmtree(folder / shlex.split(example)[5].partition("/")[0], ignore_errors=True)

@@ -44,6 +44,7 @@ class Calls(keras.callbacks.Callback):
             self.results.append((f"{method} in {hook}", np.asarray(function(self.x, *[self.y] * of_labels, **options))))
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.ranks(1, 2)
 def test_every_method_works_at_every_hook_as_in_keras(rng):
     x, y = line(rng, 21)

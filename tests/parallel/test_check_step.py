@@ -58,6 +58,7 @@ class ByRank(keras.Sequential):
         return super().compute_loss(*arguments, **named) * (hk.rank() + 1)
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.ranks(1, 2)
 def test_programs_that_are_right_are_equal(rng):
     """Unseeded weights, dropout, normalization, own steps, 16 bits, sums, shards; of uneven batches."""

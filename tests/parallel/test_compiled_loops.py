@@ -94,7 +94,8 @@ def fitted(make, y, *, jit_compile):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", at_night(MODELS, but=("masked",)))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MODELS)
 def test_gradients_of_loops_and_branches_are_compiled(name, lines):
     make, y = MODELS[name]
     plain = fitted(make, y, jit_compile=False)
@@ -103,7 +104,7 @@ def test_gradients_of_loops_and_branches_are_compiled(name, lines):
     assert "not compiled: a program" not in lines.text and "inside" not in lines.text, lines.text
 
 
-@pytest.mark.parametrize("layer", [Noted, SlicesInLoop])
+@pytest.mark.parametrize("layer", at_night([Noted, SlicesInLoop], but=[SlicesInLoop]))
 def test_what_stays_outside_has_the_gradient_of_tensorflow(layer):
     plain, compiled = (
         fitted(lambda: model_of(layer(), layers.Dense(16, "tanh")), Y, jit_compile=jit) for jit in (False, True)

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.tiers import at_night
 
 import hvdkit as hk
 
@@ -46,7 +47,11 @@ def train(model, *data, after=0, **options):
 
 @pytest.mark.nightly(1, 3)
 @pytest.mark.parametrize(
-    "shuffle", [pytest.param(True, marks=[pytest.mark.core(2), pytest.mark.ranks(1, 2, 3)]), False, "batch"]
+    "shuffle",
+    [
+        pytest.param(True, marks=[pytest.mark.core(2), pytest.mark.ranks(1, 2, 3)]),
+        *at_night([False, "batch"], but=["batch"]),
+    ],
 )
 def test_a_run_with_a_seed_equals_one_that_was_not_interrupted(shared_path, shuffle):
     rng = np.random.default_rng(5)
@@ -131,6 +136,7 @@ def test_without_a_seed_every_row_is_trained_once_in_each_epoch(shared_path):
     np.testing.assert_array_equal(counts, 2)
 
 
+@pytest.mark.nightly(1)
 def test_every_epoch_of_a_dataset_is_trained_to_its_end(shared_path):
     """Batches that were repeated are no part of later epochs."""
     for after in (30, 50 + 30):

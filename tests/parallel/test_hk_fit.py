@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers.as_one import compare, plain, ported, raises_on_several, same_logs, same_weights
-from helpers.pairwise import some_at
+from helpers.tiers import at_night
 
 import hvdkit as hk
 from hvdkit.watchdog.flight_recorder import FlightReader, recorder
@@ -32,7 +32,13 @@ def mlp(optimizer="adam", metrics=("mae",), **options):
 
 @pytest.mark.parametrize(
     ("rows", "batch_size", "shuffle"),
-    some_at((1, 3), [(50, 16, True), (48, 12, True), (49, 16, False), (37, 9, "batch"), (5, 32, True)]),
+    [
+        pytest.param(50, 16, True, marks=pytest.mark.ranks(1, 2, 3)),
+        pytest.param(48, 12, True, marks=pytest.mark.nightly),
+        (49, 16, False),
+        pytest.param(37, 9, "batch", marks=pytest.mark.nightly),
+        (5, 32, True),
+    ],
 )
 def test_arrays_train_as_in_one_process(rng, rows, batch_size, shuffle):
     """Batches that divide evenly, unevenly, and a last one with fewer rows than ranks."""
@@ -116,7 +122,7 @@ def test_a_dataset_that_is_shuffled_unlike_is_an_error(rng):
         hk.fit(mlp()(), data, verbose=0)
 
 
-@pytest.mark.parametrize("alike", [0, 2])
+@pytest.mark.parametrize("alike", at_night([0, 2], but=[2]))
 def test_later_batches_are_compared_if_an_epoch_begins_with_them(rng, alike):
     """With steps_per_epoch the second epoch continues in the data; steps_per_execution=2 runs two batches at once."""
     x, y = regression(64, rng)
@@ -144,7 +150,7 @@ def test_arrays_and_arguments_that_differ_are_errors_on_every_rank(rng):
         hk.fit(mlp()(), x, y, batch_size=hk.size() - 1, verbose=0)
 
 
-@pytest.mark.parametrize("what", ["x", "validation_data"])
+@pytest.mark.parametrize("what", at_night(["x", "validation_data"], but=["x"]))
 def test_data_that_end_early_on_one_rank_are_an_error_on_all(rng, what):
     x, y = regression(24, rng)
     rows = 24 - 8 * (hk.rank() == hk.size() - 1 and hk.size() > 1)
@@ -195,7 +201,7 @@ def scaled(biases, others):
     return keras.optimizers.LossScaleOptimizer(by_map(biases, others), initial_scale=4.0)
 
 
-@pytest.mark.parametrize("combine", [by_function, by_map, scaled])
+@pytest.mark.parametrize("combine", at_night([by_function, by_map, scaled], but=[scaled]))
 def test_a_multi_optimizer_trains_as_in_one_process(combine, rng):
     """A callback lowers the rate of one of its optimizers, which the user has created."""
     biases = []

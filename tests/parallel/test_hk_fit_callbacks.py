@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers.as_one import compare, line, plain, ported, raises_on_several, same_logs, same_weights
+from helpers.tiers import at_night
 
 import hvdkit as hk
 from hvdkit.cluster.logs import warn_once
@@ -228,7 +229,7 @@ def test_metrics_whose_state_does_not_begin_with_0_are_refused(rng):
         hk.fit(dense(metrics=[metric])(), x, y, epochs=2, verbose=0, callbacks=[Ended()] if hk.size() > 1 else [])
 
 
-@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}], ids=str)
+@pytest.mark.parametrize("options", at_night([{}, {"run_eagerly": True}], but=[{}]), ids=str)
 def test_own_metrics_that_are_sums_keep_their_values(options, rng):
     def build():
         return dense(metrics=[OwnMetric(lambda s, e: s + keras.ops.sum(e))], **options)()
@@ -243,7 +244,7 @@ def unknown_length(x, y):
     return rows
 
 
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("known", at_night([True, False], but=[True]))
 def test_a_run_in_a_folder_goes_on_after_its_last_epoch(known, rng, shared_path):
     x, y = line(rng)
     data, options = ((x, y), {"batch_size": 8, "shuffle": False}) if known else ((unknown_length(x, y),), {})
@@ -308,7 +309,7 @@ class Draws(keras.Model):
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}], ids=str)
+@pytest.mark.parametrize("options", at_night([{}, {"run_eagerly": True}], but=[{}]), ids=str)
 def test_global_random_numbers_differ_between_ranks_and_are_reproducible(options, rng):
     x, y = line(rng)
 

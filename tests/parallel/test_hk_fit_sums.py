@@ -334,6 +334,7 @@ def own_step(loss, *hidden):
     return model
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.ranks(2, 3)
 def test_sums_in_a_train_step_are_exact(rng, size, capfd):
     x, y = line(rng, 25)  # batches of 8, and one of 1
@@ -595,8 +596,8 @@ def values_at(ids, width):
     ("reduce", "partition", "has_bias"),
     [
         (tf.reduce_sum, "mod", False),
-        (tf.reduce_sum, "column", False),
-        (tf.reduce_sum, "div", True),
+        pytest.param(tf.reduce_sum, "column", False, marks=pytest.mark.nightly),
+        pytest.param(tf.reduce_sum, "div", True, marks=pytest.mark.nightly),
         (tf.reduce_mean, "mod", False),
     ],
 )

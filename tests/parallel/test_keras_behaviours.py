@@ -396,6 +396,7 @@ class Steps(keras.callbacks.Callback):
         self.seen.append(("test end", sorted(results)))
 
 
+@pytest.mark.nightly(1)
 def test_steps_and_logs_of_hooks_are_those_of_keras(rng):
     x, y = line(rng, 22)
     for steps, options in ((1, {}), (3, {}), (2, {"steps_per_epoch": 3}), (3, {"make_data": True})):

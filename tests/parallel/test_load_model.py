@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from helpers.as_one import same_values
 from helpers.saved_models import X, Y, fit, model_of
-from helpers.tiers import at_night
 
 import hvdkit as hk
 from hvdkit.optimizer.mixin import DistributedMixin
@@ -76,7 +75,8 @@ def test_a_model_that_was_never_trained_can_be_loaded(shared_path):
     same_values(values(loaded), values(model), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("jit_compile", at_night((True, False, "auto"), but=[True]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("jit_compile", [True, False, "auto"])
 def test_jit_compile_is_kept(jit_compile, shared_path):
     results = []
     for how in (False, jit_compile):

@@ -92,6 +92,7 @@ def plain_loss(words, logits):
     return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=words, logits=logits))
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize(
     ("make", "options"),

@@ -356,6 +356,7 @@ def compiled_fit(jit_compile, *more, **options):
     return history, model.get_weights(), model.evaluate(X, Y, verbose=0), model.jit_compile
 
 
+@pytest.mark.nightly(1)
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("options", at_night(({}, {"steps_per_execution": 2}), but=[{"steps_per_execution": 2}]))
 def test_jit_compile_with_a_callback(options):

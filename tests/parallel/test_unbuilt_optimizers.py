@@ -155,7 +155,7 @@ def test_the_optimizer_of_a_single_table(train, shared_path):
         np.testing.assert_allclose(layer.whole(), plain_weights(name)[0], rtol=2e-5, atol=2e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("traced", [True, False])
+@pytest.mark.parametrize("traced", at_night([True, False], but=[False]))
 def test_a_partitioned_variable(traced, rank, size):
     for name in OPTIMIZERS:
         table = hk.PartitionedVariable((ROWS, WIDTH), initializer=TABLE)
