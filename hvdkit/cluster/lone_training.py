@@ -29,6 +29,7 @@ import numpy as np
 from hvdkit.cluster.live_objects import live_instances
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import see
+from hvdkit.watchdog.reporter import reporter
 
 if TYPE_CHECKING:
     import keras
@@ -86,8 +87,7 @@ class LoneTraining:
             with contextlib.suppress(Exception):  # other threads may change the objects
                 self._first.update((optimizer, _iterations(optimizer)) for optimizer in _optimizers())
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=[self._ended], name="hvdkit-lone-training", daemon=True)
-        self._thread.start()
+        self._thread = reporter().start_helper("hvdkit-lone-training", self._run, self._ended)
 
     def add_collective(self, values: Iterable[npt.ArrayLike | tf.Tensor]) -> None:
         """Take note of a collective that combines ``values``: numbers, arrays or tensors."""

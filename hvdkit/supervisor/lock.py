@@ -26,6 +26,7 @@ from hvdkit.checkpoint import stores
 from hvdkit.checkpoint.files import RunPath, checkpoint_errors
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import CheckpointError, CorruptCheckpointError, describe, printable
+from hvdkit.watchdog.reporter import reporter
 
 if TYPE_CHECKING:
     from upath import UPath
@@ -193,7 +194,7 @@ class StoreLock:
             stores.remove([self._path])
         self._process = os.getpid()
         self._ended.clear()
-        threading.Thread(target=self._beat, name="hvdkit-lock", daemon=True).start()
+        reporter().start_helper("hvdkit-lock", self._beat)
 
     def verify(self) -> None:
         """Raise CheckpointError if another run holds the lock, or held it meanwhile; write a missing one again."""

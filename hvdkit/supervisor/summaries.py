@@ -34,6 +34,7 @@ from hvdkit.cluster.agreement import run_on_all_ranks
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import CheckpointError, describe
 from hvdkit.machine.replacing import replaced, sync
+from hvdkit.watchdog.reporter import reporter
 
 if TYPE_CHECKING:
     from upath import UPath
@@ -198,7 +199,7 @@ class StoreSummaries(Summaries):
         self._download()
         super().__init__(self._copies, resume_at=resume_at)
         self.publish()
-        threading.Thread(target=self._publish_often, name="hvdkit-summaries", daemon=True).start()
+        reporter().start_helper("hvdkit-summaries", self._publish_often)
 
     def publish(self) -> None:
         """Upload the event files that have changed."""

@@ -20,8 +20,8 @@ class Activity:
     sleeps, possibly for hours, while other threads compute or wait for a disk. If these sleep as well, either the graph
     is waiting for other ranks or the training thread for a child process.
 
-    ``waiters`` are the IDs of its busy-polling threads (Horovod and MPI); times are of the host's monotonic clock, in
-    seconds.
+    ``waiters`` are the IDs of threads whose CPU time is no progress: those of Horovod and MPI, which poll, and hvdkit's
+    helpers. Times are of the host's monotonic clock, in seconds.
     """
 
     def __init__(self, pid: int, waiters: Sequence[int], now: float) -> None:

@@ -92,7 +92,7 @@ class Training(Message):
 
     Attributes:
         pid: the rank's PID on its host.
-        waiters: IDs of its busy-polling threads (Horovod and MPI).
+        waiters: IDs of its threads whose CPU time is no progress (those of Horovod and MPI poll).
     """
 
     pid: int

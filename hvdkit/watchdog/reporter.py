@@ -154,7 +154,7 @@ class Reporter:
             hosts: the host of each rank.
             places: the place of each rank, see :class:`Joined`.
             offer: the result of :meth:`begin` in rank 0.
-            waiters: IDs of busy-polling threads (Horovod and MPI).
+            waiters: IDs of threads whose CPU time is no progress: those of Horovod and MPI, which poll.
             finalize: finalizes MPI.
         """
         self._thread = TrainingThread(threading.get_ident())
@@ -166,8 +166,15 @@ class Reporter:
         self._training = Training(pid=self.pid, waiters=sorted(waiters), step=self.recorder.step)
         self._send_state()
 
+    def start_helper(self, name: str, target: Callable[..., None], *args: object) -> threading.Thread:
+        """Start a daemon thread that does none of the program's work, so that its CPU time is no progress."""
+        thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+        thread.start()
+        self.add_waiters([] if thread.native_id is None else [thread.native_id])
+        return thread
+
     def add_waiters(self, waiters: Collection[int]) -> None:
-        """Add busy-polling threads, after Horovod has been started again."""
+        """Add threads whose CPU time is no progress. Called by the training thread."""
         if self._training is not None:
             self._training = replace(self._training, waiters=sorted({*self._training.waiters, *waiters}))
             self.send(self._training)

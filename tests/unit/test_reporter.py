@@ -67,6 +67,12 @@ while "Busy" not in sent:
     time.sleep(0.01)
 print(sent[:3], flush=True)
 """
+HELPER = """
+sent = []
+rank.send = sent.append
+helper = rank.start_helper("helper", time.sleep, 0)
+print(sent[0].waiters == [helper.native_id], flush=True)
+"""
 LEAVES = """
 send = rank.send
 def send_slowly(message):
@@ -112,7 +118,10 @@ def test_a_new_sentinel_learns_that_the_rank_is_busy():
     assert done.stdout.strip() == "['Connect', 'Training', 'Busy']", done
 
 
-@pytest.mark.full
+def test_the_work_of_a_helper_is_no_progress_of_the_rank():
+    assert run(HELPER).stdout == "True\n"
+
+
 def test_a_stopped_sentinel_hears_that_its_rank_leaves():
     assert run(STOPPED).stdout == "it goes on\n"
 
