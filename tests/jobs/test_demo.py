@@ -97,7 +97,13 @@ def test_without_a_terminal_training_is_plain_lines_with_one_tag(launcher):
     assert lines[-1] == "finished"
 
 
-@pytest.mark.parametrize(("launcher", "form"), [(ALONE, "loop"), (HVDKIT_RUN, "fit")], ids=["alone", "hvdkit run"])
+@pytest.mark.parametrize(
+    ("launcher", "form"),
+    [
+        pytest.param(ALONE, "loop", id="alone"),
+        pytest.param(HVDKIT_RUN, "fit", id="hvdkit run", marks=pytest.mark.nightly),
+    ],
+)
 def test_on_a_terminal_a_progress_bar_grows_below_the_lines(launcher, form):
     code, written = on_terminal(*launcher, *TRAIN, *SHORT, "--form", form)
     assert code == 0 and not NOISE.search(written), written
@@ -118,7 +124,9 @@ def test_on_a_terminal_a_progress_bar_grows_below_the_lines(launcher, form):
     assert [word for word in first_words if word in last] == last and "training" in first_words, lines
 
 
-@pytest.mark.parametrize("launcher", [ALONE, HVDKIT_RUN, *AT_NIGHT], ids=NAMES.get)
+@pytest.mark.parametrize(
+    "launcher", [HVDKIT_RUN, pytest.param(ALONE, marks=pytest.mark.nightly), *AT_NIGHT], ids=NAMES.get
+)
 def test_a_wrong_option_is_one_plain_message(launcher):
     code, output = without_terminal(*launcher, *TRAIN, "cifar10", "--wrong", "3", TERM="xterm-256color")
     assert code == 2 and "\x1b" not in output, output

@@ -43,10 +43,10 @@ ENDLESS_THREAD = "threading.Thread(target=time.sleep, args=[4000]).start()"
 BEFORE_FINALIZE = "ctypes.pythonapi.Py_AtExit(ctypes.CDLL(None).pause)"
 DESTRUCTOR = "ctypes.CDLL(None).on_exit(ctypes.CDLL(None).pause, None)"
 WEDGES = [
-    ("mpirun", ENDLESS_HANDLER),
     ("mpirun", ENDLESS_THREAD),
     ("hvdkit run", BEFORE_FINALIZE),
     pytest.param("mpirun", DESTRUCTOR, marks=pytest.mark.nightly),
+    pytest.param("mpirun", ENDLESS_HANDLER, marks=pytest.mark.nightly),
     pytest.param("hvdkit run", ENDLESS_HANDLER, marks=pytest.mark.nightly),
     pytest.param("mpirun", BEFORE_FINALIZE, marks=pytest.mark.nightly),
     pytest.param("hvdkit run", DESTRUCTOR, marks=pytest.mark.nightly),

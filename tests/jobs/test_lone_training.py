@@ -29,6 +29,7 @@ def test_every_rank_reports_it_at_the_end_of_a_short_program():
     assert job.output.count("no gradients have been combined") == 2, job.output
 
 
+@pytest.mark.nightly
 def test_what_is_evaluated_afterwards_does_not_hide_it():
     """An evaluation combines arrays, such as the thresholds of AUC, and predictions, but no gradients."""
     evaluated = (
@@ -52,6 +53,7 @@ def test_the_last_line_of_a_program_that_then_fails_names_it():
     assert "unable to lock file; before it: no gradients have been combined: each of 2 ranks" in last, job.output
 
 
+@pytest.mark.nightly
 def test_weights_that_the_program_averages_are_enough():
     job = run(PROGRAM.replace("EPOCHS", "2").replace("CASE", "weights"), MPI, 2)
     assert job.code == 0 and job.output.count("done") == 2, job.output

@@ -113,6 +113,7 @@ def await_value(job: Started, url: str, name: str, least: float) -> dict[str, di
     return found
 
 
+@pytest.mark.nightly
 def test_a_job_is_scraped_while_it_trains_and_after_a_restart(tmp_path):
     command = [sys.executable, "-m", "hvdkit", "run", "-np", "2", "--max-restarts", "1", "--metrics-port", "0"]
     with Started(tmp_path, *command, "--", sys.executable, "program.py", "logs") as job:

@@ -8,6 +8,7 @@ import sys
 import pytest
 from helpers.jobs import call, environment
 from helpers.jobs_that_fail import HVDKIT_LINE, LAUNCHERS
+from helpers.tiers import at_night
 
 PROGRAM = """
 import os
@@ -38,7 +39,7 @@ hk.fit(model, x, x[:, :1], batch_size=64, epochs=last, verbose=0, callbacks=[Los
 """
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "hvdkit run"])
+@pytest.mark.parametrize("launcher", at_night(["mpirun", "hvdkit run"], but=["hvdkit run"]))
 def test_a_killed_rank_and_a_save(tmp_path, launcher):
     (tmp_path / "train.py").write_text(PROGRAM)
     program = [sys.executable, "train.py", "once saved"]

@@ -55,10 +55,8 @@ hk.allreduce(x, process_set=sets[hk.rank()])
 """
 
 
-@pytest.mark.parametrize(
-    ("launcher", "extra"),
-    [(GLOO, {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}), pytest.param(MPI, {}, marks=pytest.mark.nightly)],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("launcher", "extra"), [(GLOO, {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}), (MPI, {})])
 def test_ranks_in_unlike_process_sets_end_with_an_error(launcher, extra):
     """Each rank waits for the next one, in a cycle."""
     job = run(UNLIKE_SETS, launcher, 3, **extra)

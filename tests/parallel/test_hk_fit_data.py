@@ -72,7 +72,7 @@ def test_global_batches_train_as_in_one_process(rng, source, rows, batch_size, o
 @pytest.mark.nightly(3)
 @pytest.mark.core(2)
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("source", [known, pytest.param(unknown_length, marks=pytest.mark.full)])
+@pytest.mark.parametrize("source", at_night([known, unknown_length], but=[known]))
 def test_global_batches_to_evaluate_predict_and_validate(rng, source):
     x, y = line(rng, 25)
     batches = hk.data.GlobalBatches(source(x, y), 8, epochs=1)

@@ -97,13 +97,19 @@ def plain_loss(words, logits):
 @pytest.mark.parametrize(
     ("make", "options"),
     [
-        (lambda: keras.optimizers.SGD(0.2, momentum=0.9), {"clip_global_norm": 0.1}),
-        (lambda: keras.optimizers.Adam(0.02), {"shard_states": True}),
-        (lambda: keras.optimizers.Adagrad(0.1), {}),
-        (lambda: keras.optimizers.Ftrl(0.1), {"shard_states": True}),
-        (lambda: keras.optimizers.SGD(0.1), {"op": hk.Sum, "clip_global_norm": 0.1, "shard_states": True}),
+        pytest.param(lambda: keras.optimizers.SGD(0.2, momentum=0.9), {"clip_global_norm": 0.1}, id="momentum-clip"),
+        pytest.param(lambda: keras.optimizers.Adam(0.02), {"shard_states": True}, id="adam-sharded"),
+        pytest.param(lambda: keras.optimizers.Adagrad(0.1), {}, id="adagrad", marks=pytest.mark.nightly),
+        pytest.param(
+            lambda: keras.optimizers.Ftrl(0.1), {"shard_states": True}, id="ftrl-sharded", marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            lambda: keras.optimizers.SGD(0.1),
+            {"op": hk.Sum, "clip_global_norm": 0.1, "shard_states": True},
+            id="sum-clip-sharded",
+            marks=pytest.mark.nightly,
+        ),
     ],
-    ids=["momentum-clip", "adam-sharded", "adagrad", "ftrl-sharded", "sum-clip-sharded"],
 )
 def test_training_equals_one_process(mesh, make, options):
     batches = cluster.group("data").size

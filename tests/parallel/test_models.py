@@ -57,6 +57,7 @@ def test_cifar10_equals_one_process(form, fitted_alone):
     assert len(hk.compare_variables(model.variables)) == 12
 
 
+@pytest.mark.nightly
 def test_the_same_run_gives_the_same_bits():
     digests = []
     for _ in range(2):

@@ -45,6 +45,7 @@ RANKS = {
 # slowest of the others are in the nightly tier, too.
 SLOW = {"generator", "own_compute_loss", "own_metrics", "sparse_input", "steps_per_epoch", "synchronized_batchnorm"}
 NIGHTLY = SLOW | {
+    "accumulation",
     "adversarial",
     "autoencoder",
     "compiled_by_xla",
@@ -53,6 +54,7 @@ NIGHTLY = SLOW | {
     "custom_metric",
     "diffusion",
     "distillation",
+    "dropout",
     "ema",
     "functional",
     "gru",
@@ -64,6 +66,7 @@ NIGHTLY = SLOW | {
     "lstm",
     "matrix_factorization",
     "mixed_bfloat16",
+    "own_log_keys",
     "pseudo_labels",
     "quantiles",
     "ranking",
@@ -72,9 +75,11 @@ NIGHTLY = SLOW | {
     "regularizers",
     "retrieval",
     "run_eagerly",
+    "sample_weights",
     "save_load_continue",
     "segmentation",
     "sequence_labelling",
+    "shuffle_batches",
     "shuffled_dataset",
     "siamese",
     "structured_dataset",
