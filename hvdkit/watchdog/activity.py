@@ -11,6 +11,21 @@ from hvdkit.watchdog.flight_recorder import RecorderState
 MIN_CPU_FRACTION = 0.02
 # Bytes per second. Child processes that transfer less count as idle.
 _MIN_TRANSFER = 4096
+# What such work comes to in this many seconds may be done at once: trackers look at the machine every 15 seconds or so.
+_BURST_SECONDS = 10.0
+
+
+class _Work:
+    """Tells work from polling, which is little per second, and from bursts with long pauses between them."""
+
+    def __init__(self) -> None:
+        self._left = 0.0  # of the amounts so far, after that of polling in the same time
+
+    def add(self, amount: float, seconds: float, least: float) -> bool:
+        """Add what was done in the last ``seconds``; return True for work, of ``least`` or more per second."""
+        burst = least * _BURST_SECONDS
+        self._left = min(max(0.0, self._left + amount - least * seconds), 1.1 * burst)
+        return self._left > burst
 
 
 class Activity:
@@ -31,6 +46,9 @@ class Activity:
         self._training_time: int | None = None  # CPU time of the training thread
         self._thread_times: dict[int, int] = {}  # CPU time of the others that do not poll
         self._children: dict[int, processes.Work] = {}
+        self._of_threads = _Work()
+        self._of_children = _Work()
+        self._transfers = _Work()
 
     def note_progress(self, now: float) -> None:
         """Record progress that is not visible from outside."""
@@ -59,8 +77,9 @@ class Activity:
         self._children = after
         computed = sum(work.seconds - before.get(pid, none).seconds for pid, work in after.items())
         transferred = sum(work.transferred - before.get(pid, none).transferred for pid, work in after.items())
-        is_working = computed > MIN_CPU_FRACTION * seconds or transferred > _MIN_TRANSFER * seconds
-        return is_working or any(_waits_for_disk(pid) for pid in after)
+        computes = self._of_children.add(computed, seconds, MIN_CPU_FRACTION)
+        transfers = self._transfers.add(transferred, seconds, _MIN_TRANSFER)
+        return computes or transfers or any(_waits_for_disk(pid) for pid in after)
 
     def _threads_worked(self, seconds: float, least_cpu: float) -> bool:
         """Return True if the rank's non-polling threads computed, or are waiting for a disk."""
@@ -68,8 +87,8 @@ class Activity:
         times = {thread: processes.cpu_nanoseconds(self._pid, thread) or 0 for thread in threads}
         spent = sum(time - self._thread_times.get(thread, 0) for thread, time in times.items())
         self._thread_times = times
-        is_working = spent > least_cpu * seconds * 1e9
-        return is_working or any(_waits_for_disk(self._pid, thread) for thread in threads)
+        computes = self._of_threads.add(spent / 1e9, seconds, least_cpu)
+        return computes or any(_waits_for_disk(self._pid, thread) for thread in threads)
 
 
 def _waits_for_disk(pid: int, thread: int | None = None) -> bool:

@@ -164,7 +164,10 @@ class Chaos:
         return process.returncode, summary
 
 
-@pytest.mark.parametrize("rounds", [1, pytest.param(30, marks=pytest.mark.nightly)])
+AT_NIGHT = [pytest.param(4, marks=pytest.mark.nightly, id=f"4, {letter}") for letter in "abcdefgh"]
+
+
+@pytest.mark.parametrize("rounds", [1, *AT_NIGHT])
 def test_signals_at_random_moments_change_nothing(tmp_path, rounds):
     rounds = int(os.environ.get(ROUNDS, rounds))
     seed = random.randrange(1 << 32)
