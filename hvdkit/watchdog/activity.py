@@ -11,21 +11,21 @@ from hvdkit.watchdog.flight_recorder import RecorderState
 MIN_CPU_FRACTION = 0.02
 # Bytes per second. Child processes that transfer less count as idle.
 _MIN_TRANSFER = 4096
-# What such work comes to in this many seconds may be done at once: trackers look at the machine every 15 seconds or so.
-_BURST_SECONDS = 10.0
+# Seconds over which these are averages: trackers, for example, measure the machine at once every 15 seconds.
+_AVERAGED_SECONDS = 10.0
 
 
-class _Work:
-    """Tells work from polling, which is little per second, and from bursts with long pauses between them."""
+class _Rate:
+    """How much is done per second. Bursts do not count as work if little is done in the pauses between them."""
 
     def __init__(self) -> None:
-        self._left = 0.0  # of the amounts so far, after that of polling in the same time
+        self._excess = 0.0  # what was done in addition to the least that counts as work, of late
 
     def add(self, amount: float, seconds: float, least: float) -> bool:
-        """Add what was done in the last ``seconds``; return True for work, of ``least`` or more per second."""
-        burst = least * _BURST_SECONDS
-        self._left = min(max(0.0, self._left + amount - least * seconds), 1.1 * burst)
-        return self._left > burst
+        """Add what was done in the last ``seconds``; return True if ``least`` or more per second is done."""
+        most = least * _AVERAGED_SECONDS
+        self._excess = min(max(0.0, self._excess + amount - least * seconds), 1.1 * most)
+        return self._excess > most
 
 
 class Activity:
@@ -46,9 +46,9 @@ class Activity:
         self._training_time: int | None = None  # CPU time of the training thread
         self._thread_times: dict[int, int] = {}  # CPU time of the others that do not poll
         self._children: dict[int, processes.Work] = {}
-        self._of_threads = _Work()
-        self._of_children = _Work()
-        self._transfers = _Work()
+        self._of_threads = _Rate()
+        self._of_children = _Rate()
+        self._transfers = _Rate()
 
     def note_progress(self, now: float) -> None:
         """Record progress that is not visible from outside."""
