@@ -11,12 +11,12 @@ from hvdkit.watchdog.flight_recorder import RecorderState
 MIN_CPU_FRACTION = 0.02
 # Bytes per second. Child processes that transfer less count as idle.
 _MIN_TRANSFER = 4096
-# Seconds over which these are averages: trackers, for example, measure the machine at once every 15 seconds.
+# Seconds over which both are averaged: a tracker, for example, measures the machine in a burst every 15 seconds.
 _AVERAGED_SECONDS = 10.0
 
 
 class _Rate:
-    """How much is done per second. Bursts do not count as work if little is done in the pauses between them."""
+    """How much is done per second, on average: a burst is no work if little is done before and after it."""
 
     def __init__(self) -> None:
         self._excess = 0.0  # what was done in addition to the least that counts as work, of late

@@ -122,6 +122,7 @@ def test_the_work_of_a_helper_is_no_progress_of_the_rank():
     assert run(HELPER).stdout == "True\n"
 
 
+@pytest.mark.full
 def test_a_stopped_sentinel_hears_that_its_rank_leaves():
     assert run(STOPPED).stdout == "it goes on\n"
 
