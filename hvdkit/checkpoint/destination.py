@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from hvdkit.checkpoint.folder import commit, is_good, remove_note, temporary_pat
 from hvdkit.checkpoint.manifest import NAME, Manifest
 from hvdkit.checkpoint.store_folder import files_of, note_recent, report_name, set_aside, sweep
 from hvdkit.errors import CheckpointError
+from hvdkit.machine.scratch import ScratchFolder
 
 if TYPE_CHECKING:
     from upath import UPath
@@ -89,6 +89,7 @@ class StoreFolder:
     def __init__(self, target: UPath, token: str):
         self.folder = Path(tempfile.gettempdir()) / f"hvdkit-save-{token}"
         self.suffix = ""
+        self._scratch: ScratchFolder | None = None
         self._target = target
         self._token = token
         self._published: list[UPath] = []
@@ -96,7 +97,8 @@ class StoreFolder:
 
     def prepare(self) -> None:
         with checkpoint_errors(self.folder, "written"):
-            self.folder = Path(tempfile.mkdtemp(prefix="hvdkit-save-"))
+            self._scratch = ScratchFolder("hvdkit-save-")
+        self.folder = self._scratch.path
         if stores.exists(self._target / NAME):  # on all ranks: the manifest is replaced after all have reported
             self.suffix = f"-{self._token}"
 
@@ -134,7 +136,8 @@ class StoreFolder:
             sweep(self._target, manifest, [*replaced, *self._reports])
 
     def close(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if self._scratch is not None:
+            self._scratch.close()
 
     def discard(self, *, is_chief: bool) -> None:
         with contextlib.suppress(CheckpointError):

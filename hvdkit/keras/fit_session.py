@@ -163,7 +163,7 @@ class FitSession:
         with contextlib.ExitStack() as stack:
             for shares in data:
                 stack.enter_context(shares.explained())
-            stack.enter_context(self._called_by_callback() if self._is_running else self._running())
+            stack.enter_context(self._called_by_callback(data) if self._is_running else self._running())
             yield
 
     @contextlib.contextmanager
@@ -220,10 +220,17 @@ class FitSession:
         self._is_active = is_active
 
     @contextlib.contextmanager
-    def _called_by_callback(self) -> Iterator[None]:
+    def _called_by_callback(self, data: Iterable[Shares]) -> Iterator[None]:
         """Run a call of ``hk.evaluate`` or ``hk.predict`` by a callback."""
         before = self.may_end_anywhere
-        with contextlib.nullcontext() if self._is_active else self._active():
+        scopes = self.steps.loss_scopes
+        may_gather = not any(shares.has_whole_tensors for shares in data)
+        with contextlib.ExitStack() as stack:
+            if not self._is_active:
+                stack.enter_context(self._active())
+            if may_gather != scopes.may_gather:  # the graph of the validation has other exchanges
+                stack.enter_context(swap_attributes(scopes, may_gather=may_gather))
+                stack.enter_context(swap_attributes(self.model, test_function=None))
             yield
         self.may_end_anywhere = before
         self.metric_combiner.keep_on_first_rank()  # the metrics of the epoch go on from here, as in Keras

@@ -16,4 +16,5 @@ terminal.py       whether the user sees this process on a terminal; tables with 
 processes.py      this boot; processes by PID and start time: their state and activity, limits, and how to end them
 subprocesses.py   running commands that may crash or hang
 replacing.py      replacing a file or folder at once
+scratch.py        temporary folders, removed even if their process is killed
 """

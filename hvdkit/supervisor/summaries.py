@@ -6,7 +6,6 @@ import contextlib
 import errno
 import itertools
 import os
-import shutil
 import socket
 import tempfile
 import threading
@@ -34,6 +33,7 @@ from hvdkit.cluster.agreement import run_on_all_ranks
 from hvdkit.cluster.logs import get_logger
 from hvdkit.errors import CheckpointError, describe
 from hvdkit.machine.replacing import replaced, sync
+from hvdkit.machine.scratch import ScratchFolder
 from hvdkit.watchdog.reporter import reporter
 
 if TYPE_CHECKING:
@@ -192,7 +192,8 @@ class StoreSummaries(Summaries):
     def __init__(self, folder: UPath, *, resume_at: int | None = None) -> None:
         self._store = folder
         with checkpoint_errors(Path(tempfile.gettempdir()), "written"):
-            self._copies = Path(tempfile.mkdtemp(prefix="hvdkit-summaries-"))
+            self._scratch = ScratchFolder("hvdkit-summaries-")
+        self._copies = self._scratch.path
         self._sizes: dict[str, int] = {}  # of the files in the store
         self._publishing = threading.Lock()
         self._ended = threading.Event()
@@ -218,7 +219,7 @@ class StoreSummaries(Summaries):
                 super().close()
                 self.publish()
             finally:
-                shutil.rmtree(self._copies, ignore_errors=True)
+                self._scratch.close()
 
     def _download(self) -> None:
         """Fetch the event files of earlier runs, which may have steps that are trained again."""

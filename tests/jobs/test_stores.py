@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -109,7 +110,7 @@ for step in 1, 2:
 """
 
 
-def _killed_at(store, at):
+def _killed_at(store, at, temporary):
     """Run the program, and kill it when request number ``at`` of its second save arrives."""
     ends: list[int] = []
 
@@ -121,7 +122,8 @@ def _killed_at(store, at):
 
     store.requests.clear()
     store.fault = fault
-    program = subprocess.Popen([sys.executable, "-c", SAVES], env=environment(**store.environment))
+    env = environment(TMPDIR=str(temporary), **store.environment)
+    program = subprocess.Popen([sys.executable, "-c", SAVES], env=env)
     program.wait(WAIT)
     store.fault = lambda request: None
     return program
@@ -129,15 +131,21 @@ def _killed_at(store, at):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3000)
-def test_a_kill_at_any_request_leaves_a_good_checkpoint():
+def test_a_kill_at_any_request_leaves_a_good_checkpoint(tmp_path):
+    left = 0
     with served() as store:
         for at in itertools.count():
-            program = _killed_at(store, at)
+            for folder in tmp_path.iterdir():
+                os.utime(folder, (0, 0))  # a long time ago
+            program = _killed_at(store, at, tmp_path)
+            left += any(tmp_path.iterdir())
             newest = hk.checkpoint.latest(f"s3://{BUCKET}/run")
             hk.checkpoint.verify(newest)
             if program.returncode == 0:
                 break
         assert at > 5
+        assert left > 1
+        assert not list(tmp_path.iterdir())  # of each killed run, the next one has removed the local copies
         assert newest.name == "step-000000002"
         assert len(store.names("run")) == 5  # two files of each, and .recent
 

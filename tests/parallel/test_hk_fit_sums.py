@@ -436,6 +436,50 @@ def test_tensors_that_every_rank_gets_whole_are_not_gathered(rng):
     compare(build, make_dataset, epochs=2, rtol=1e-5, atol=1e-6)
 
 
+class Weighted(keras.Model):
+    """Needs the rows of its inputs, and their scale, which may be that of all rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(1)
+
+    def call(self, inputs):
+        return self.dense(inputs["rows"]) * ops.mean(inputs["scale"])
+
+
+@pytest.mark.parametrize("evaluates_whole", [True, False])
+def test_a_callback_evaluates_other_data_than_those_of_the_fit(rng, evaluates_whole):
+    x, y = line(rng, 22)
+    scale = np.ones((22, 1), "float32")
+
+    def divided():
+        batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+        scales = tf.data.Dataset.from_tensors(scale[:4]).repeat()
+        data = tf.data.Dataset.zip(batches, scales).map(lambda xy, scale: ({"rows": xy[0], "scale": scale}, xy[1]))
+        return {"x": hk.data.divide(data, ({"rows": "rows", "scale": "whole"}, "rows"))}
+
+    def by_rows():
+        return {"x": {"rows": x, "scale": scale}, "y": y, "batch_size": 8}
+
+    make_data, make_others = (by_rows, divided) if evaluates_whole else (divided, by_rows)
+    logs = []
+
+    class Evaluates(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, _=None):
+            logs.append(hk.evaluate(self.model, **make_others(), verbose=0, return_dict=True))
+
+    def train(*callbacks):
+        keras.utils.set_random_seed(3)
+        model = Weighted()
+        model.compile(keras.optimizers.SGD(0.1), "mse", metrics=[rmse])
+        options = {"epochs": 3, "shuffle": False, "verbose": 0, "callbacks": list(callbacks)}
+        return model, hk.fit(model, **make_data(), validation_data=(by_rows()["x"], y), **options).history
+
+    model, history = train(Evaluates())
+    assert logs[-1] == hk.evaluate(model, **make_others(), verbose=0, return_dict=True)
+    assert history == train()[1]
+
+
 class OwnLoss(keras.Model):
     """Keras's own train_step, whose loss tracker weights by rows."""
 

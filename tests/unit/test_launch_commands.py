@@ -184,9 +184,12 @@ def test_hosts_of_the_command_line_and_of_files(tmp_path):
         hosts.read_hostfile(file)
     with pytest.raises(ValueError, match=r"--hostfile: got .*none \(No such file"):
         hosts.read_hostfile(tmp_path / "none")
-    for bad in ("a:0", "a:x", "", "a,,b", "-oProxyCommand=x", "a b"):
+    for bad in ("a:0", "a:x", "", "a,,b", "-oProxyCommand=x", "a b", "a:1:2"):
         with pytest.raises(ValueError, match="-H: got"):
             parse_hosts(bad)
+    for address in ("[2001:db8::1]:2", "2001:db8::1", "[::1]", "::1 slots=2"):
+        with pytest.raises(ValueError, match=r"an IPv6 address, expected a name .*/etc/hosts"):
+            parse_hosts(address)
     pbs = tmp_path / "pbs"
     pbs.write_text("n1\nn1\nn2\n")
     assert job_hosts(RunConfig(), {"PBS_NODEFILE": str(pbs)}) == (Host("n1", 2), Host("n2", 1))

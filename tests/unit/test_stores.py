@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import threading
 import time
 import weakref
@@ -294,6 +295,16 @@ def test_a_full_disk_for_the_local_copies_is_named(store, monkeypatch, tmp_path)
     with pytest.raises(hk.CheckpointError, match=f"{missing}.*cannot be written"):
         hk.checkpoint.save(STEP_1, state(1))
     assert hk.checkpoint.latest(RUN) is None
+
+
+def test_local_copies_of_a_killed_run_are_removed(store, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name in ("hvdkit-save-1", "hvdkit-summaries-1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "data").write_text("left")
+        os.utime(tmp_path / name, (0, 0))
+    train(RUN, 1)
+    assert not list(tmp_path.glob("hvdkit-*"))
 
 
 def test_a_second_run_is_refused_and_a_dead_one_replaced(store, monkeypatch):

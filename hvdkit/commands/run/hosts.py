@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -70,9 +71,21 @@ def read_hostfile(path: Path, argument: str = "--hostfile") -> tuple[Host, ...]:
 def _entry(text: str, argument: str) -> Host:
     match = _ENTRY.fullmatch(text)
     slots = (match["colon"] or match["slots"] or "1") if match else ""
+    if _is_ipv6(text):
+        got = f"{text!r}, an IPv6 address"
+        remedy = "give the host a name, in DNS or in /etc/hosts"
+        raise ValueError(describe(argument, got, "a name or an IPv4 address, as mpirun and Horovod read hosts", remedy))
     if match is None or not _NAME.match(match["name"]) or not slots.isdigit() or int(slots) < 1:
         raise ValueError(describe(argument, repr(text), "a host and its slots", "write node1:4 (or node1 slots=4)"))
     return Host(match["name"], int(slots))
+
+
+def _is_ipv6(entry: str) -> bool:
+    try:
+        ipaddress.IPv6Address(entry.partition(" ")[0].removeprefix("[").partition("]")[0])
+    except ValueError:
+        return False
+    return True
 
 
 def _merge_slots(hosts: Sequence[Host]) -> tuple[Host, ...]:
