@@ -97,8 +97,9 @@ class FirstRows:
         if first_tensor(x) is None:
             return
         count = tf.minimum(number, number_of_rows(x))
-        self._structure = tree.map_structure(lambda leaf: _first_rows(leaf, count), x)
-        tensors = tf.nest.flatten(self._structure, expand_composites=True)
+        rows = tree.map_structure(lambda leaf: _first_rows(leaf, count), x)
+        self._structure = tree.map_structure(_of_any_length, rows)
+        tensors = tf.nest.flatten(rows, expand_composites=True)
         if cluster.is_chief():
             store_once(self._is_stored, tensors, self._store)
 
@@ -123,6 +124,18 @@ class FirstRows:
 
 def _first_rows(leaf: AnyTensor | None, count: tf.Tensor) -> AnyTensor | None:
     return leaf if leaf is None or leaf.shape.rank == 0 else slice_tensor(leaf, 0, count)
+
+
+def _of_any_length(leaf: AnyTensor | None) -> AnyTensor | tf.TypeSpec | None:
+    """Return how components of a tensor make one again: in eager mode, a tensor would take only as many rows as it has.
+
+    Ranks have more or fewer rows than the chief.
+    """
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.SparseTensorSpec([None, *leaf.shape[1:]], leaf.dtype)
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.RaggedTensorSpec([None, *leaf.shape[1:]], leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
+    return leaf
 
 
 def rows_to_compare(model: keras.Model) -> int:

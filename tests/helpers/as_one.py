@@ -26,11 +26,34 @@ def mine(array: Any, rank: int, size: int) -> Any:
     return array[rank * len(array) // size : (rank + 1) * len(array) // size]
 
 
-def plain(build: Callable[[], Any], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, list[float]]]:
-    """Return the model and the History of plain ``model.fit`` on all the data, in this process only."""
+def plain(
+    build: Callable[[], Any], *args: Any, on_each_rank: bool = False, **kwargs: Any
+) -> tuple[Any, dict[str, list[float]]]:
+    """Return the model and the History of plain ``model.fit`` on all the data, without other ranks.
+
+    The chief trains it, and other ranks get its weights and History. Each rank trains it if it has callbacks, which
+    tests read, or no weights until it is trained. Pass ``on_each_rank`` if the test trains it further or reads more of
+    it, or if its step has collectives.
+    """
     keras.utils.set_random_seed(SEED)
     model = build()
-    return model, model.fit(*_made(args), verbose=0, **_made(kwargs)).history
+    if on_each_rank or "callbacks" in kwargs or not model.built:
+        return model, model.fit(*_made(args), verbose=0, **_made(kwargs)).history
+    trained: Any = None
+    if hk.is_chief():
+        try:
+            history = model.fit(*_made(args), verbose=0, **_made(kwargs)).history
+            trained = history, [np.array(weight) for weight in model.weights]
+        except Exception as error:
+            hk.broadcast_object(f"plain Keras failed on the chief: {error!r}")
+            raise
+    trained = hk.broadcast_object(trained)
+    if isinstance(trained, str):
+        raise AssertionError(trained)
+    history, weights = trained
+    for weight, value in zip(model.weights, weights, strict=True):
+        weight.assign(value)
+    return model, history
 
 
 def ported(build: Callable[[], Any], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, list[float]]]:
@@ -40,12 +63,19 @@ def ported(build: Callable[[], Any], *args: Any, **kwargs: Any) -> tuple[Any, di
     return model, hk.fit(model, *_made(args), verbose=0, **_made(kwargs)).history
 
 
-def compare(build: Callable[[], Any], *args: Any, rtol: float = 2e-4, atol: float = 2e-5, **kwargs: Any) -> Any:
+def compare(
+    build: Callable[[], Any],
+    *args: Any,
+    rtol: float = 2e-4,
+    atol: float = 2e-5,
+    on_each_rank: bool = False,
+    **kwargs: Any,
+) -> Any:
     """Check that both ways give the same History and weights; return both models.
 
-    Arguments named ``make_...`` are called for each.
+    Arguments named ``make_...`` are called for each. ``on_each_rank`` is that of :func:`plain`.
     """
-    one, expected = plain(build, *args, **kwargs)
+    one, expected = plain(build, *args, on_each_rank=on_each_rank, **kwargs)
     many, found = ported(build, *args, **kwargs)
     same_logs(found, expected, rtol=rtol, atol=atol)
     same_weights(many, one, rtol=rtol, atol=atol)

@@ -43,8 +43,10 @@ def selects(tier: Tier, size: int, item: pytest.Item) -> bool:
     """Return True if a tier runs this test on ``size`` ranks.
 
     Raises:
-        pytest.UsageError: the test's marks are invalid.
+        pytest.UsageError: the test's marks are invalid, or its name differs from one start to the next.
     """
+    if " at 0x" in item.nodeid:
+        raise pytest.UsageError(f"{item.nodeid}: got an address in a name, expected the same at each start; pass ids=")
     own = tier_of(item, size)
     if tier == "nightly":
         return size in ranks_of(item) or (size in _NIGHTLY_RANKS and needs_more_ranks(size, item) is None)

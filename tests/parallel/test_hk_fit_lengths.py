@@ -39,7 +39,9 @@ def semi_supervised():
     return model
 
 
-def zipped(rng, labelled=4, unlabelled=12, drop_remainder=False):
+def zipped(rng, labelled=None, unlabelled=None, drop_remainder=False):
+    """Return batches of 2 labelled and 6 unlabelled rows for each rank, unless given, with a table."""
+    labelled, unlabelled = labelled or 2 * hk.size(), unlabelled or 6 * hk.size()
     x, y = rng.normal(size=(24, 3)).astype("float32"), rng.normal(size=(24, 2)).astype("float32")
     more, table = rng.normal(size=(72, 3)).astype("float32"), rng.normal(size=(6, 2)).astype("float32")
     parts = [
@@ -56,7 +58,8 @@ PARTS = ("rows", "rows", "whole")
 @pytest.mark.core
 @pytest.mark.parametrize("drop_remainder", [False, True])
 def test_lengths_that_differ_are_refused_or_declared(rng, drop_remainder, size):
-    with raises_on_several(ValueError, r"4 in batch\[0\]\[0\].* 12 in batch\[1\], 6 in batch\[2\].*hk.data.divide"):
+    words = rf"{2 * size} in batch\[0\]\[0\].* {6 * size} in batch\[1\], 6 in batch\[2\].*hk.data.divide"
+    with raises_on_several(ValueError, words):
         hk.fit(semi_supervised(), zipped(rng, drop_remainder=drop_remainder), verbose=0)
     seed = int(rng.integers(1000))
 

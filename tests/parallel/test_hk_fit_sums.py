@@ -194,7 +194,7 @@ def test_a_loss_of_the_global_batch_size_and_one_that_gathers(rng, capfd):
 
     compare(lambda: model_with(of_eight_rows), make_dataset, epochs=2)
     capfd.readouterr()
-    compare(lambda: model_with(gathered_dice), x, y, batch_size=8, epochs=2)
+    compare(lambda: model_with(gathered_dice), x, y, on_each_rank=True, batch_size=8, epochs=2)
     assert "not the mean" not in capfd.readouterr().err
 
 
@@ -585,7 +585,7 @@ def test_variables_that_losses_and_metrics_assign_change_once_in_a_step(rng):
         return model_with(annealed, metrics=[counted], run_eagerly=is_eager)
 
     for is_eager in (False, True):
-        compare(functools.partial(build, is_eager), x, y, batch_size=8, epochs=2, shuffle=False)
+        compare(functools.partial(build, is_eager), x, y, on_each_rank=True, batch_size=8, epochs=2, shuffle=False)
         assert [float(variable) for each in steps for variable in each] == [6.0] * 4
         steps.clear()
 

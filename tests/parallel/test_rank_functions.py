@@ -306,3 +306,30 @@ def test_nothing_remains_of_the_comparison(rng):
         hk.fit(model, *data, shuffle=False, verbose=0)
         states.append(each.seed_generator.state.numpy().tolist())
     assert states[0] == states[1]
+
+
+class OfSparseRows(keras.Model):
+    """Takes rows that are sparse or ragged, in a step that may run eagerly."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(1)
+
+    def call(self, x):
+        rows = tf.sparse.to_dense(x) if isinstance(x, tf.SparseTensor) else x.to_tensor()
+        return self.dense(tf.reshape(rows, (-1, 3)))
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_have_more_or_fewer_sparse_or_ragged_rows_than_the_chief(rng):
+    x, y = line(rng, 12)
+
+    def build():
+        model = OfSparseRows()
+        model.compile("sgd", "mse", run_eagerly=True)
+        return model
+
+    for convert in (tf.sparse.from_dense, tf.RaggedTensor.from_tensor):
+        for batch in (3, 5):
+            rows = tf.data.Dataset.from_tensor_slices((convert(x * (x > 0)), y)).batch(batch)
+            compare(build, rows, epochs=1)

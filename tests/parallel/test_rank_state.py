@@ -116,7 +116,8 @@ def test_declared_state_that_is_read_after_its_update_gets_a_warning(rng, rank, 
         hk.fit(model_with(made), x, y, batch_size=12, verbose=0)
         warned[type(made)] = any("mean: read after its update in the same step" in text for text in caplog.messages)
     several = rank == 0 and size > 1
-    compare(lambda: model_with(UpdatedFirstFromAllRows()), *line(rng, 25), batch_size=8, epochs=2)  # uneven shares
+    data = line(rng, 25)  # uneven shares
+    compare(lambda: model_with(UpdatedFirstFromAllRows()), *data, on_each_rank=True, batch_size=8, epochs=2)
     assert warned == {UpdatedFirst: several, UpdatedFirstFromAllRows: False, UpdatedForALog: False, Running: False}
 
 

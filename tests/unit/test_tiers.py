@@ -140,6 +140,17 @@ def test_ranks_are_for_tests_of_all_ranks(names):
         names("jobs", "core")
 
 
+def test_names_are_the_same_at_each_start(names):
+    test = """
+import pytest
+
+@pytest.mark.parametrize("function", [print, lambda: 0], ids=str)
+def test_it(function): ...
+"""
+    with pytest.raises(pytest.UsageError, match=r"got an address in a name.*pass ids="):
+        names("parallel", "core", 2, test)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"), [(["--tier", "hourly"], "invalid choice: 'hourly'"), (["test_it.py"], "'slow' not found")]
 )
