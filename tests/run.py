@@ -228,7 +228,8 @@ def run(launch: Launch, stall: float) -> None:
         process = subprocess.Popen(launch.command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
         try:
             launch.exit_code = wait(process, launch.folder, stall)
-            launch.stalled = stall if launch.exit_code is None else None
+            launch.interrupted = launch.exit_code is None and STOP.is_set()
+            launch.stalled = stall if launch.exit_code is None and not launch.interrupted else None
         finally:
             end(process)
     launch.seconds = time.monotonic() - started
@@ -262,9 +263,10 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def stop(number: int, frame: FrameType | None) -> None:
-    """End all launches and exit."""
+    """End all launches, so that the run ends with what it knows by then; the second time, exit at once."""
+    if STOP.is_set():
+        raise KeyboardInterrupt
     STOP.set()
-    raise KeyboardInterrupt
 
 
 def main() -> int:
@@ -292,14 +294,18 @@ def main() -> int:
         else:
             shutil.rmtree(folder, ignore_errors=True)
     passed = sum(len(launch.passed) for launch in ended)
-    if not passed and not failures and not is_over():
+    if not passed and not failures and not is_over() and not STOP.is_set():
         print("no test ran; is -k right?")
     else:
         print(slowest(ended, SHOWN))
     write_seconds(config, ended)
     for failure in failures:  # again at the end: users read the last lines first
         print(f"FAILED {failure}")
+    if STOP.is_set():
+        print("interrupted: other tests were not run")
     print(f"{passed} passed, {len(failures)} failed")
+    if STOP.is_set():
+        return 130
     return 0 if (passed or is_over()) and not failures else 1
 
 

@@ -28,7 +28,7 @@ class Launch:
     ``failures`` maps a test's id, or the name of a problem outside the tests, to the details of each rank.
     ``test_seconds`` has the seconds of the slowest rank, and ``processes`` counts the ranks and the processes that
     tests started, without those that these started in turn. ``watchdog`` is what the watchdog wrote. ``begun`` is a
-    file with the tests that are not run again.
+    file with the tests that are not run again. ``interrupted`` says that the user ended the run.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Launch:
     seconds: float = 0.0
     exit_code: int | None = None
     stalled: float | None = None
+    interrupted: bool = False
     passed: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     failures: dict[str, dict[int, str]] = field(default_factory=dict)
@@ -89,11 +90,13 @@ class Launch:
             output = _tail(self.folder / f"rank-{rank}.out") or _tail(self.folder / "launcher.out")
             stacks = _tail(self.folder / f"stacks-{rank}.txt")
             details[rank] = "\n".join([f"in: {inside}", output, stacks])
+        collected = max((line["collected"] for lines in ranks for line in lines if "collected" in line), default=0)
+        self.not_run = max(0, collected - len(self.passed) - len(self.skipped) - len(self.failures))
+        if self.interrupted:
+            return
         hung = self.stalled is not None
         why = f"hung: no test ended for {self.stalled:g} s" if hung else f"ended by {_ending(self.exit_code)}"
         self.failures[f"{self.name}: {why}"] = details
-        collected = max((line["collected"] for lines in ranks for line in lines if "collected" in line), default=0)
-        self.not_run = max(0, collected - len(self.passed) - len(self.skipped) - len(self.failures) + 1)
 
     def after_its_end(self) -> Launch | None:
         """Return a launch of the tests that this one did not begin; None if it ended as expected or began none."""

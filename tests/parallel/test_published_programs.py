@@ -206,10 +206,11 @@ def test_a_gradient_penalty_in_a_function_of_tensorflow(rng, size):
     inputs = keras.Input((3,))
     model = Penalized(inputs, keras.layers.Dense(1)(inputs))
     model.compile(keras.optimizers.SGD(0.001), "mse")
-    options = {"batch_size": 4, "shuffle": False, "verbose": 0}
-    hk.fit(model, *line(rng, 8), **options)
+    batch = 2 * size
+    options = {"batch_size": batch, "shuffle": False, "verbose": 0}
+    hk.fit(model, *line(rng, 2 * batch), **options)
     with pytest.raises(Exception, match="second-order gradient") if size > 1 else contextlib.nullcontext():
-        hk.fit(model, *line(rng, 7), **options)
+        hk.fit(model, *line(rng, 2 * batch - 1), **options)
 
 
 class Accumulating(keras.Model):
@@ -562,7 +563,7 @@ def test_float8_is_close_to_one_process_and_says_so(rng, size, capfd):
     many, found = ported(build, *data, batch_size=8, epochs=2)
     warnings = [text for text in capfd.readouterr().err.splitlines() if "float8 layers: output gradients" in text]
     assert len(warnings) == (hk.is_chief() and size > 1)
-    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=0.02)
+    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=0.05)  # at 3 ranks, scales are no powers of 2
     hk.compare_variables(many.variables)
 
 

@@ -117,12 +117,14 @@ def launches(pid):
 
 @pytest.mark.full
 def test_a_run_that_is_terminated_ends_its_launches(tmp_path):
-    """SIGTERM reaches only the run, unlike Ctrl-C in a terminal."""
+    """SIGTERM reaches only the run, unlike Ctrl-C in a terminal. What has run until then is reported."""
     options = ["--unit-only", "-k", "test_a_launch_in_which_no_test_ends"]
     command = [sys.executable, "-c", "import sys, run; run.speed.measure = lambda: 1.0; sys.exit(run.main())", *options]
     with subprocess.Popen(command, cwd=runner.ROOT / "tests", stdout=subprocess.PIPE, text=True) as run:
         wait_until(lambda: launches(run.pid))
         (launch,) = launches(run.pid)
         run.terminate()
-        assert run.wait(WAIT) != 0
+        output, _ = run.communicate(timeout=WAIT)
+    assert run.returncode == 130
     assert not launch.is_running()
+    assert output.splitlines()[-2:] == ["interrupted: other tests were not run", "0 passed, 0 failed"], output
