@@ -33,7 +33,7 @@ from hvdkit.keras.source_checks import is_of_keras, is_of_library, warn_of_sums
 from hvdkit.keras.step_scopes import UNKNOWN, StepScope, has_own_activity_regularizer, has_own_step
 from hvdkit.keras.unchanged_models import is_complete
 from hvdkit.layers.batch_norm import synchronized_statistics
-from hvdkit.sharding.shards import AnyVariable, differs_by_rank
+from hvdkit.sharding.shards import AnyVariable, differs_by_rank, shard_of
 
 if TYPE_CHECKING:
     from hvdkit.keras.data_types import Tensors
@@ -220,7 +220,10 @@ class ShareSteps:
         candidates = [*self._model.non_trainable_variables, *untracked, *self._model.metrics_variables]
         synchronized = set(map(id, synchronized_statistics(self._model)))
         unique = {id(v): v for v in candidates if id(v) not in synchronized}.values()
-        return [v for v in unique if not differs_by_rank(v) and tf.as_dtype(v.dtype) != tf.string]
+        kept = [v for v in unique if not differs_by_rank(v) and tf.as_dtype(v.dtype) != tf.string]
+        shards = [shard for v in self._model.variables if (shard := shard_of(v)) is not None]
+        clocks = {id(shard.usage.clock) for shard in shards if shard.usage is not None}  # count steps, on all ranks
+        return [v for v in kept if id(getattr(v, "_value", v)) not in clocks]
 
     def _create_variables(self, name: str, step: Step, data: Tensors, factor: tf.Tensor | None) -> None:
         """Trace ``step`` once and discard the graph, if the variables that it creates are needed before it runs.

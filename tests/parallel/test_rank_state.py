@@ -220,6 +220,18 @@ def test_other_state_is_not_compared(rng):
     hk.fit(model, data, y, batch_size=8, epochs=2, validation_split=0.25, verbose=0)
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("evict", ["lru", "lfu"])
+def test_a_table_with_eviction_gets_batches_of_fewer_rows_than_ranks(rng, evict):
+    ids = rng.integers(1000, size=(17, 1))
+    table = hk.layers.ShardedEmbedding(64, 2, evict=evict)
+    model = keras.Sequential([keras.Input((1,), dtype="int64"), table, layers.Flatten(), layers.Dense(1)])
+    model.compile("adagrad", "mse")
+    hk.fit(model, ids, np.ones((17, 1)), batch_size=8, epochs=2, verbose=0)
+    (clock,) = (v for v in table.variables if v.path.endswith("_clock"))
+    assert np.asarray(clock).tolist() == [6, 6]
+
+
 def test_ranks_may_number_their_layers_differently(rng, rank):
     for _ in range(rank):
         layers.Dense(1)  # of another model, which only some ranks have
