@@ -127,9 +127,9 @@ def _first_rows(leaf: AnyTensor | None, count: tf.Tensor) -> AnyTensor | None:
 
 
 def _of_any_length(leaf: AnyTensor | None) -> AnyTensor | tf.TypeSpec | None:
-    """Return how components of a tensor make one again: in eager mode, a tensor would take only as many rows as it has.
+    """Return the spec of a sparse or ragged tensor with any number of rows; return other tensors unchanged.
 
-    Ranks have more or fewer rows than the chief.
+    An eager tensor has the number of rows of this rank's share, and could not hold the chief's rows.
     """
     if isinstance(leaf, tf.SparseTensor):
         return tf.SparseTensorSpec([None, *leaf.shape[1:]], leaf.dtype)

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import socket
 import stat
 import tempfile
 import time
@@ -18,11 +19,12 @@ _NEW_SECONDS = 60.0
 class ScratchFolder:
     """A temporary local folder, which only this user may read.
 
-    Its process holds a lock of it. When a process is killed, its folder stays; the next process of the same user that
-    makes a folder with this prefix removes it.
+    Its process holds a lock of it. When a process is killed, its folder stays; the next process of the same user and
+    host that makes a folder with this prefix removes it.
 
     Args:
-        prefix: start of the folder's name.
+        prefix: start of the folder's name, which the host's name follows: not every shared file system has locks that
+            hold on all hosts.
 
     Attributes:
         path: the folder.
@@ -40,8 +42,9 @@ class ScratchFolder:
     """
 
     def __init__(self, prefix: str):
-        _remove_abandoned(prefix)
-        self.path = Path(tempfile.mkdtemp(prefix=prefix))
+        of_host = f"{prefix}{socket.gethostname()}-"
+        _remove_abandoned(of_host)
+        self.path = Path(tempfile.mkdtemp(prefix=of_host))
         self._lock = _locked(self.path)
 
     def close(self) -> None:

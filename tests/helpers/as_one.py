@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import hvdkit as hk
+from hvdkit import cluster
+from hvdkit.cluster.agreement import run_on_all_ranks
 
 SEED = 11
 
@@ -39,18 +41,15 @@ def plain(
     model = build()
     if on_each_rank or "callbacks" in kwargs or not model.built:
         return model, model.fit(*_made(args), verbose=0, **_made(kwargs)).history
-    trained: Any = None
-    if hk.is_chief():
-        try:
-            history = model.fit(*_made(args), verbose=0, **_made(kwargs)).history
-            trained = history, [np.array(weight) for weight in model.weights]
-        except Exception as error:
-            hk.broadcast_object(f"plain Keras failed on the chief: {error!r}")
-            raise
-    trained = hk.broadcast_object(trained)
-    if isinstance(trained, str):
-        raise AssertionError(trained)
-    history, weights = trained
+
+    def train_on_chief() -> tuple[dict[str, list[float]], list[np.ndarray]] | None:
+        if not hk.is_chief():
+            return None
+        history = model.fit(*_made(args), verbose=0, **_made(kwargs)).history
+        return history, [np.array(weight) for weight in model.weights]
+
+    trained = run_on_all_ranks(cluster.exchange(), "plain Keras", train_on_chief)
+    history, weights = hk.broadcast_object(trained)
     for weight, value in zip(model.weights, weights, strict=True):
         weight.assign(value)
     return model, history

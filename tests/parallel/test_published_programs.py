@@ -563,7 +563,8 @@ def test_float8_is_close_to_one_process_and_says_so(rng, size, capfd):
     many, found = ported(build, *data, batch_size=8, epochs=2)
     warnings = [text for text in capfd.readouterr().err.splitlines() if "float8 layers: output gradients" in text]
     assert len(warnings) == (hk.is_chief() and size > 1)
-    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=0.05)  # at 3 ranks, scales are no powers of 2
+    tolerance = 0.02 if size < 3 else 0.05  # a scale that is 3 times as large rounds other numbers
+    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=tolerance)
     hk.compare_variables(many.variables)
 
 

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 
 import psutil
 import pytest
@@ -48,6 +49,21 @@ def test_a_launch_in_which_no_test_ends_is_ended_and_says_in_which_test(tmp_path
     launch = launched(tmp_path, 0.01, 600, stall=2)
     assert len(launch.passed) == 9 and len(launch.failures) == 1
     assert "hung: no test ended for" in report(launch) and "in: t9" in report(launch)
+
+
+def test_a_launch_that_the_user_ends_keeps_what_has_passed(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "STOP", threading.Event())
+    records = tmp_path / "records/rank-0.jsonl"
+
+    def stop():
+        wait_until(lambda: records.exists() and '"t1", "outcome"' in records.read_text())
+        runner.STOP.set()
+
+    user = threading.Thread(target=stop)
+    user.start()
+    launch = launched(tmp_path, 0.1, 600, stall=600)
+    user.join()
+    assert launch.interrupted and launch.passed[:2] == ["t0", "t1"] and not launch.failures
 
 
 def test_every_rank_has_to_pass_and_a_test_counts_once(tmp_path):

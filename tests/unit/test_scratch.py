@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -44,9 +45,12 @@ def temporary(tmp_path, monkeypatch):
 def test_what_a_killed_process_leaves_is_removed_by_the_next(temporary):
     killed, left = holder(temporary)
     alive, kept = holder(temporary)
-    others = [temporary / "hvdkit-test-file", temporary / "hvdkit-other-1"]
+    host = socket.gethostname()
+    names = (f"hvdkit-test-{host}-file", f"hvdkit-other-{host}-1", "hvdkit-test-elsewhere-1")
+    others = [temporary / name for name in names]
     others[0].write_text("not a folder")
-    others[1].mkdir()
+    for other in others[1:]:
+        other.mkdir()
     with killed, alive:
         age(left, kept, *others)
         killed.kill()
@@ -66,7 +70,7 @@ def test_what_a_killed_process_leaves_is_removed_by_the_next(temporary):
 
 
 def test_a_folder_that_may_not_have_been_locked_yet_stays(temporary):
-    new = temporary / "hvdkit-test-1"
+    new = temporary / f"hvdkit-test-{socket.gethostname()}-1"
     new.mkdir()
     ScratchFolder("hvdkit-test-").close()
     assert new.exists()

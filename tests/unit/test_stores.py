@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import socket
 import threading
 import time
 import weakref
@@ -299,7 +300,7 @@ def test_a_full_disk_for_the_local_copies_is_named(store, monkeypatch, tmp_path)
 
 def test_local_copies_of_a_killed_run_are_removed(store, monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    for name in ("hvdkit-save-1", "hvdkit-summaries-1"):
+    for name in (f"hvdkit-{kind}-{socket.gethostname()}-1" for kind in ("save", "summaries")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "data").write_text("left")
         os.utime(tmp_path / name, (0, 0))
