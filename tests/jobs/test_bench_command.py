@@ -88,7 +88,11 @@ def test_the_profile_of_a_program_blames_the_slow_rank_and_its_input(tmp_path, l
 
 
 @pytest.mark.parametrize(
-    "optimizer", ["keras.optimizers.Adam()", "keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())"]
+    "optimizer",
+    [
+        "keras.optimizers.Adam()",
+        pytest.param("keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())", marks=pytest.mark.nightly),
+    ],
 )
 def test_steps_of_a_loop_with_sharded_states_are_counted(tmp_path, optimizer):
     program = SLOW.replace("LOOP", BARE).replace("PAUSE", "0")

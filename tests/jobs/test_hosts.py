@@ -84,7 +84,8 @@ def test_a_stopped_rank_alone_on_its_host(launcher, words):
     assert ending.seconds < 12 * slowdown()
 
 
-@pytest.mark.parametrize("at", [0, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("at", [0, 1])
 def test_a_lone_rank_that_computes_is_no_failure(at):
     """The rank holds Python's lock for twice the heartbeat's limit, but its host still acknowledges packets."""
     with Hosts(2) as hosts:

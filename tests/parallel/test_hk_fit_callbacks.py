@@ -308,6 +308,7 @@ class Draws(keras.Model):
         return super().train_step(data)
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("options", at_night([{}, {"run_eagerly": True}], but=[{}]), ids=str)
 def test_global_random_numbers_differ_between_ranks_and_are_reproducible(options, rng):

@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 from helpers.as_one import compare, line, plain, ported, raises_on_several, same_logs, same_weights
 from helpers.cases import case
+from helpers.tiers import at_night
 
 import hvdkit as hk
 
@@ -447,7 +448,7 @@ class Weighted(keras.Model):
         return self.dense(inputs["rows"]) * ops.mean(inputs["scale"])
 
 
-@pytest.mark.parametrize("evaluates_whole", [True, False])
+@pytest.mark.parametrize("evaluates_whole", at_night([True, False], but=[True]))
 def test_a_callback_evaluates_other_data_than_those_of_the_fit(rng, evaluates_whole):
     x, y = line(rng, 22)
     scale = np.ones((22, 1), "float32")

@@ -407,6 +407,7 @@ class TwoTowers(keras.Model):
         return {"loss": self.loss_of(data)}
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("run_eagerly", at_night([False, True], but=[False]))
 def test_a_loss_that_sums_over_gathered_rows(rng, run_eagerly):
@@ -426,6 +427,7 @@ def test_a_loss_that_sums_over_gathered_rows(rng, run_eagerly):
     same_weights(many, one)
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("run_eagerly", at_night([False, True], but=[False]))
 def test_an_activity_regularizer_that_gathers_rows(rng, run_eagerly):

@@ -320,6 +320,7 @@ class OfSparseRows(keras.Model):
         return self.dense(tf.reshape(rows, (-1, 3)))
 
 
+@pytest.mark.nightly(3)
 @pytest.mark.ranks(2, 3)
 def test_ranks_have_more_or_fewer_sparse_or_ragged_rows_than_the_chief(rng):
     x, y = line(rng, 12)
