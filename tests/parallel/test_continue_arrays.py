@@ -50,7 +50,7 @@ def train(model, *data, after=0, **options):
     "shuffle",
     [
         pytest.param(True, marks=[pytest.mark.core(2), pytest.mark.ranks(1, 2, 3)]),
-        *at_night([False, "batch"]),
+        *at_night([False, "batch"], but=[]),
     ],
 )
 def test_a_run_with_a_seed_equals_one_that_was_not_interrupted(shared_path, shuffle):
