@@ -59,7 +59,7 @@ def test_output_logs_and_environment(tmp_path):
         "for number in range(300):\n"
         "    sys.stdout.write(f'{RANK} says')\n    sys.stdout.write(f' {number} ' + 'x' * 200 + '\\n')\n"
         "names = ('MINE', 'NOT_NAMED', 'GLIBC_TUNABLES')\n"
-        "print('other', *map(os.environ.get, names), file=sys.stderr)\n"
+        "print(RANK, 'has', *map(os.environ.get, names), file=sys.stderr)\n"
         "assert 'tensorflow' not in sys.modules and 'HVDKIT_RUN' not in os.environ"
     )
     logs = tmp_path / "logs"
@@ -74,7 +74,7 @@ def test_output_logs_and_environment(tmp_path):
         assert (logs / f"rank-{rank}.log").read_text().count(f"{rank} says") == 300
     first, *others = err.splitlines()
     assert first.startswith("hvdkit run: starting 3 ranks with ")
-    assert sorted(others) == [f"[rank {rank}] other s3cret None {HUGE}" for rank in range(3)]
+    assert sorted(others) == [f"[rank {rank}] {rank} has s3cret None {HUGE}" for rank in range(3)]
 
 
 @pytest.mark.core
