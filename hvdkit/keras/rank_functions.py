@@ -145,6 +145,11 @@ def rows_to_compare(model: keras.Model) -> int:
     return next(fixed, ROWS)
 
 
+def _models_in(model: keras.Model) -> list[keras.Model]:
+    """Return the model, then all models that are its layers."""
+    return [layer for layer in model._flatten_layers() if isinstance(layer, keras.Model)]
+
+
 class FunctionComparison:
     """Compares a model once in evaluation or prediction, and once in training.
 
@@ -173,11 +178,11 @@ class FunctionComparison:
             self._first_rows = self._first_rows or FirstRows()
         if self._first_rows is None:
             return
-        number = broadcast_object(rows_to_compare(self._model))  # a Sequential is built with the rows of a rank's batch
-        rows = data.first_inputs(number) if isinstance(data, ArrayShares) else None
+        numbers = self._numbers_of_rows()
+        rows = data.first_inputs(numbers[0]) if isinstance(data, ArrayShares) else None
         if self._is_complete_on_all_ranks():
             self._first_rows = None if rows is not None else self._first_rows
-            self._compare(rows)
+            self._compare(rows, numbers)
 
     def after(self) -> None:
         """Compare the models after the first batch, if not before it. Every rank must call it."""
@@ -185,17 +190,27 @@ class FunctionComparison:
             first_rows = self._first_rows
             self._first_rows = None
             rows = first_rows.broadcast()
+            numbers = self._numbers_of_rows()
             if self._is_complete_on_all_ranks():
-                self._compare(rows, is_reading=True)
+                self._compare(rows, numbers, is_reading=True)
+
+    def _numbers_of_rows(self) -> list[int]:
+        """Return the chief's numbers of rows for the model and all models in it. Every rank must call it.
+
+        A Sequential that its first batch builds has the number of rows of this rank's share.
+        """
+        numbers: list[int] = broadcast_object([rows_to_compare(model) for model in _models_in(self._model)])
+        return numbers
 
     def _is_complete_on_all_ranks(self) -> bool:
         return all(gather(cluster.exchange(), "whether the model is built", lambda: is_complete(self._model)))
 
-    def _compare(self, rows: Tensors, *, is_reading: bool = False) -> None:
+    def _compare(self, rows: Tensors, numbers: Sequence[int], *, is_reading: bool = False) -> None:
         """Compare what the ranks' models compute. Every rank must call it; variables and seeds are unchanged.
 
         Args:
             rows: a few rows of inputs, equal on all ranks; None to make them up, for models with known inputs.
+            numbers: of rows to make up, for the model and all models in it; equal on all ranks.
             is_reading: whether other threads read data, and may use Python's and NumPy's generators.
 
         Raises:
@@ -208,7 +223,7 @@ class FunctionComparison:
             if state := replicated_state(model._flatten_layers()):
                 broadcast_variables(state)  # each rank's rows may have changed it, in the first batch or an earlier run
             coupled = couples_rows(model, rows, trains=self._trains) if tests_rows else ""
-            outputs = _layer_outputs(model, rows)
+            outputs = _layer_outputs(model, rows, numbers)
             expected = broadcast_object(outputs)
             exchange = cluster.exchange()
             kind = "the outputs of the model's layers"
@@ -217,7 +232,7 @@ class FunctionComparison:
                 refuse_coupled_rows(model, when)
             if not any(differs for differs, _ in found):
                 return
-            again = _layer_outputs(model, rows)
+            again = _layer_outputs(model, rows, numbers)
             repeatable = set(range(min(len(outputs), len(again)))) - set(_differing(outputs, again))
             repeatable &= broadcast_object(repeatable)  # calls that have computed the same twice, also on the chief
             calls = gather(exchange, kind, lambda: [n for n in _differing(outputs, expected) if n in repeatable])
@@ -250,10 +265,10 @@ class _Stop(Exception):
 # ---- computing ------------------------------------------------------------------------------------------------------
 
 
-def _layer_outputs(model: keras.Model, rows: Tensors) -> list[LayerOutput]:
+def _layer_outputs(model: keras.Model, rows: Tensors, numbers: Sequence[int]) -> list[LayerOutput]:
     """Return the outputs of all layers in the order of their calls, as far as they can be computed.
 
-    Models that are not called with ``rows``, such as the submodels of a GAN, get made-up rows.
+    Models that are not called with ``rows``, such as the submodels of a GAN, get ``numbers`` made-up rows.
     """
     outputs: list[LayerOutput] = []
     called: set[int] = set()
@@ -263,9 +278,9 @@ def _layer_outputs(model: keras.Model, rows: Tensors) -> list[LayerOutput]:
             stack.enter_context(swap_attributes(layer, call=_recording(layer, index, outputs, called)))
         if rows is not None and type(model).call is not keras.Model.call:
             _try_to_call(model, rows)
-        for layer in layers:
-            if isinstance(layer, keras.Model) and id(layer) not in called and (made := _made_rows(layer)) is not None:
-                _try_to_call(layer, made)
+        for each, number in zip(_models_in(model), numbers, strict=False):
+            if id(each) not in called and (made := _made_rows(each, number)) is not None:
+                _try_to_call(each, made)
     return outputs
 
 
@@ -298,7 +313,7 @@ def _recording(
     return recorded
 
 
-def _made_rows(model: keras.Model) -> Tensors:
+def _made_rows(model: keras.Model, number: int) -> Tensors:
     """Return made-up rows for a model with known inputs; None for other models, and for texts."""
     inputs = getattr(model, "inputs", None)
     if not inputs or not model.built or any(None in x.shape[1:] or x.dtype == "string" for x in inputs):
@@ -306,7 +321,7 @@ def _made_rows(model: keras.Model) -> Tensors:
     rng = np.random.default_rng(0)
 
     def row(x: keras.KerasTensor) -> tf.Tensor:
-        shape = (x.shape[0] or ROWS, *x.shape[1:])
+        shape = (number, *x.shape[1:])
         is_float = tf.as_dtype(x.dtype).is_floating
         return tf.cast(rng.random(shape) if is_float else np.zeros(shape), x.dtype)
 

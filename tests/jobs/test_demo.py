@@ -67,7 +67,7 @@ def shown(written):
     return [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in lines]
 
 
-STARTING = re.compile(r"hvdkit run: starting 2 ranks with \w+ on this host, which has \d+ (core|GPU)s?", re.MULTILINE)
+STARTING = re.compile(r"hvdkit run: starting 2 ranks with \w+ on this host, which has \d+ (core|GPU)s?.*")
 AT_NIGHT = [pytest.param(launcher, marks=pytest.mark.nightly, id=NAMES[launcher]) for launcher in (HOROVODRUN, MPIRUN)]
 
 

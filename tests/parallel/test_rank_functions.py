@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.as_one import compare, line, raises_on_several
+from helpers.as_one import compare, line, raises_on_several, same_logs
 
 import hvdkit as hk
 
@@ -334,3 +334,33 @@ def test_ranks_have_more_or_fewer_sparse_or_ragged_rows_than_the_chief(rng):
         for batch in (3, 5):
             rows = tf.data.Dataset.from_tensor_slices((convert(x * (x > 0)), y)).batch(batch)
             compare(build, rows, epochs=1)
+
+
+class Outer(keras.Model):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def call(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("wrap", [Outer, lambda model: model], ids=["inner", "model"])
+def test_shares_of_other_lengths_may_build_the_ranks_models(rng, wrap):
+    """With ``drop_remainder=True``, Keras builds a Sequential for the number of rows of this rank's share."""
+    batch = 16 if hk.size() == 3 else 15
+    data = tf.data.Dataset.from_tensor_slices(line(rng, 2 * batch)).batch(batch, drop_remainder=True)
+
+    def build():
+        model = wrap(keras.Sequential([layers.Dense(4, "relu"), layers.Dense(1)]))
+        model.compile("sgd", "mse")
+        return model
+
+    one, many = compare(build, data, epochs=2)
+    for model in (one, many):
+        model.compile(keras.optimizers.SGD(0.001), "mse")  # to train on at a lower rate
+    np.testing.assert_allclose(hk.predict(many, data, verbose=0), one.predict(data, verbose=0), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(hk.evaluate(many, data, verbose=0), one.evaluate(data, verbose=0), rtol=1e-4)
+    history = hk.fit(many, data, epochs=1, verbose=0).history
+    same_logs(history, one.fit(data, epochs=1, verbose=0).history)
