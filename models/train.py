@@ -87,7 +87,7 @@ def parse() -> Command:
         return parsing.parse(Command, description=__doc__, quiet=quiet)
     except SystemExit as end:
         if quiet and end.code:
-            time.sleep(10)  # if this rank exited first, the launcher would end the chief before it reports the mistake
+            time.sleep(30)  # if this rank exited first, the launcher would end the chief before it reports the mistake
         raise
 
 
