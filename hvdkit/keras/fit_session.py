@@ -121,6 +121,7 @@ class FitSession:
         # The functions when a callback last called the model.
         self._built: dict[str, Callable[..., object] | None] = dict.fromkeys(_FUNCTIONS)
         self._dependencies = _dependencies(model)
+        self._jit_mode = jit_mode(model)
         self.metric_combiner = MetricCombiner(model, lambda: float(self.steps.last_factor.numpy()))
         self.metric_checks = MetricChecks(model, self.steps.loss_scopes)
         self._is_compared = False
@@ -151,6 +152,7 @@ class FitSession:
             or (may_be_empty and not session.steps.may_be_empty)
             or loss_scope != session.loss_scope
             or may_gather != session.steps.loss_scopes.may_gather
+            or jit_mode(model) != session._jit_mode
             or not all(old is new for old, new in zip(session._dependencies, _dependencies(model), strict=True))
         ):
             session = cls(model, may_be_empty=may_be_empty, loss_scope=loss_scope, may_gather=may_gather)
@@ -365,7 +367,7 @@ def is_running(model: keras.Model) -> bool:
 
 def _dependencies(model: keras.Model) -> tuple[object, ...]:
     compiled = (getattr(model, name, None) for name in _COMPILED_ATTRIBUTES)
-    return (*compiled, jit_mode(model), *(vars(model).get(name) for name in _STEP_METHODS))
+    return (*compiled, *(vars(model).get(name) for name in _STEP_METHODS))
 
 
 def _refuse(method: str, callback: str, model: str, /, *_: object, **__: object) -> NoReturn:

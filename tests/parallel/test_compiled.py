@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.as_one import same_nests
+from helpers.as_one import line, same_nests
 from helpers.counting import counting
 from helpers.tiers import at_night
 
@@ -454,3 +454,23 @@ def test_ranks_that_differ_in_jit_compile(monkeypatch, size):
     model.compile(opts.SGD(0.1), LOSS, jit_compile=hk.rank() == 0)
     with pytest.raises(hk.CollectiveMismatchError, match="jit_compile"):
         hk.fit(model, X, Y, batch_size=12, verbose=0)
+
+
+def test_later_calls_use_what_was_traced(rng, monkeypatch):
+    x, y = line(rng)
+    for value in ("on", "off"):
+        monkeypatch.setenv("HVDKIT_JIT_COMPILE", value)
+        calls = []
+
+        class Watched(keras.Sequential):
+            def call(self, *args, calls=calls, **kwargs):
+                calls.append(args)
+                return super().call(*args, **kwargs)
+
+        model = Watched([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        for method in (lambda model: hk.fit(model, x, y, verbose=0), lambda model: hk.predict(model, x, verbose=0)):
+            method(model)
+            traced = len(calls)
+            method(model)
+            assert len(calls) == traced
