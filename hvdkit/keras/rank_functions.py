@@ -195,9 +195,9 @@ class FunctionComparison:
                 self._compare(rows, numbers, is_reading=True)
 
     def _numbers_of_rows(self) -> list[int]:
-        """Return the chief's numbers of rows for the model and all models in it. Every rank must call it.
+        """Return the chief's :func:`rows_to_compare` of each of :func:`_models_in`. Every rank must call it.
 
-        A Sequential that its first batch builds has the number of rows of this rank's share.
+        Ranks may have different ones: a Sequential that its first batch builds may be fixed to the length of a share.
         """
         numbers: list[int] = broadcast_object([rows_to_compare(model) for model in _models_in(self._model)])
         return numbers
@@ -210,7 +210,7 @@ class FunctionComparison:
 
         Args:
             rows: a few rows of inputs, equal on all ranks; None to make them up, for models with known inputs.
-            numbers: of rows to make up, for the model and all models in it; equal on all ranks.
+            numbers: how many rows to make up for each of :func:`_models_in`; equal on all ranks.
             is_reading: whether other threads read data, and may use Python's and NumPy's generators.
 
         Raises:
@@ -268,7 +268,8 @@ class _Stop(Exception):
 def _layer_outputs(model: keras.Model, rows: Tensors, numbers: Sequence[int]) -> list[LayerOutput]:
     """Return the outputs of all layers in the order of their calls, as far as they can be computed.
 
-    Models that are not called with ``rows``, such as the submodels of a GAN, get ``numbers`` made-up rows.
+    Models that are not called with ``rows``, such as the submodels of a GAN, get made-up rows; ``numbers`` has how
+    many, for each of :func:`_models_in`.
     """
     outputs: list[LayerOutput] = []
     called: set[int] = set()
@@ -278,9 +279,9 @@ def _layer_outputs(model: keras.Model, rows: Tensors, numbers: Sequence[int]) ->
             stack.enter_context(swap_attributes(layer, call=_recording(layer, index, outputs, called)))
         if rows is not None and type(model).call is not keras.Model.call:
             _try_to_call(model, rows)
-        for each, number in zip(_models_in(model), numbers, strict=False):
-            if id(each) not in called and (made := _made_rows(each, number)) is not None:
-                _try_to_call(each, made)
+        for submodel, number in zip(_models_in(model), numbers, strict=False):
+            if id(submodel) not in called and (made := _made_rows(submodel, number)) is not None:
+                _try_to_call(submodel, made)
     return outputs
 
 

@@ -165,7 +165,7 @@ class Chaos:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("part", range(8))  # in one test, as many rounds would take longer than a launch may stall
+@pytest.mark.parametrize("part", range(8))  # one test of all rounds would exceed the runner's stall limit
 def test_signals_at_random_moments_change_nothing(tmp_path, part):
     rounds = int(os.environ.get(ROUNDS, "4"))
     seed = random.randrange(1 << 32)

@@ -469,8 +469,8 @@ def test_later_calls_use_what_was_traced(rng, monkeypatch):
 
         model = Watched([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
-        for method in (lambda model: hk.fit(model, x, y, verbose=0), lambda model: hk.predict(model, x, verbose=0)):
-            method(model)
+        for method, data in ((hk.fit, (x, y)), (hk.evaluate, (x, y)), (hk.predict, (x,))):
+            method(model, *data, verbose=0)
             traced = len(calls)
-            method(model)
-            assert len(calls) == traced
+            method(model, *data, verbose=0)
+            assert len(calls) == traced, method
