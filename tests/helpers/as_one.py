@@ -46,7 +46,7 @@ def plain(
         if not hk.is_chief():
             return None
         history = model.fit(*_made(args), verbose=0, **_made(kwargs)).history
-        return history, [np.array(weight) for weight in model.weights]
+        return history, [np.asarray(weight) for weight in model.weights]
 
     trained = run_on_all_ranks(cluster.exchange(), "plain Keras", train_on_chief)
     history, weights = hk.broadcast_object(trained)

@@ -9,6 +9,7 @@ import tensorflow as tf
 from helpers.as_one import compare, line, same_values
 
 import hvdkit as hk
+from hvdkit.layers import batch_norm
 
 layers = keras.layers
 
@@ -139,6 +140,23 @@ def test_nothing_remains_of_a_check(rng):
     assert hk.check_step(checked, x, y).is_equal and checked.optimizer is optimizer
     same_values(optimizer.variables, slots)
     hk.fit(checked, x, y, batch_size=8, verbose=0)
+
+
+def test_statistics_are_compared_with_those_of_keras(rng, monkeypatch):
+    """And layers are not synchronized afterwards: one rank can train the model alone."""
+    x, y = line(rng, 24)
+    moments = batch_norm.global_moments
+
+    def shifted(*arguments):
+        mean, variance = moments(*arguments)
+        return mean + 0.1, variance
+
+    model = model_with(layers.BatchNormalization(synchronized=True))
+    monkeypatch.setattr(batch_norm, "global_moments", shifted)
+    result = hk.check_step(model, x, y, batch_size=12)
+    assert not result.is_equal, f"{result}"
+    if hk.is_chief():
+        model.fit(x, y, verbose=0)
 
 
 def test_bad_arguments_are_errors_on_every_rank(rng):

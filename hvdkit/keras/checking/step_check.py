@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
+from types import MethodType
 from typing import TYPE_CHECKING
 
 import keras
@@ -46,9 +47,10 @@ def check_step(
     """Compare training steps of all ranks with those of one process on the same global batches.
 
     Each rank trains ``steps`` steps as ``hk.fit`` does, on its share of each batch, and then the same steps with plain
-    Keras, from the same weights on whole batches. Afterwards the weights, optimizers, metrics, states and seeds are as
-    before. Call it on every rank before a long training run, and print the result. `hvdkit check` compares a whole
-    program instead: code that calls ``hk.rank()`` or ``hk.size()`` gets the same numbers in both runs of this function.
+    Keras, from the same weights on whole batches. Afterwards the layers, weights, optimizers, metrics, states and seeds
+    are as before. Call it on every rank before a long training run, and print the result. `hvdkit check` compares a
+    whole program instead: code that calls ``hk.rank()`` or ``hk.size()`` gets the same numbers in both runs of this
+    function.
 
     Dropout and augmentation by Keras's layers are switched off. Differences after other random numbers do not count.
 
@@ -122,7 +124,10 @@ def _checked_batch_size(model: keras.Model, x: Arrays, y: Arrays | None, batch_s
 
 @contextlib.contextmanager
 def _alone(model: keras.Model) -> Iterator[None]:
-    """Have the optimizers combine nothing, unless the model has shards, whose gradients other ranks compute, too."""
+    """Let the model train as in one process: its optimizers combine nothing, and it computes Keras's own statistics.
+
+    If it has shards, whose gradients other ranks compute, too, its optimizers combine them.
+    """
     distribute_optimizers(model)
     optimizers = optimizers_of(model)
     combines = any(holding_of(variable) is not None for variable in model.variables)
@@ -132,12 +137,15 @@ def _alone(model: keras.Model) -> Iterator[None]:
             for part in with_inner(optimizer):
                 if hasattr(part, "_hvdkit") and not combines:
                     stack.enter_context(swap_attributes(part, _hvdkit=replace(part._hvdkit, combines=False)))
+        for layer in model._flatten_layers():
+            if isinstance(layer, keras.layers.BatchNormalization):
+                stack.enter_context(swap_attributes(layer, _moments=MethodType(type(layer)._moments, layer)))
         yield
 
 
 @contextlib.contextmanager
 def _restored(model: keras.Model) -> Iterator[None]:
-    """Restore the variables, optimizers and random generators of a model, and what Keras's ``fit`` sets."""
+    """Restore the variables, optimizers, layers and random generators of a model, and what Keras's ``fit`` sets."""
     names = ("history", "stop_training", "train_function", "test_function", "predict_function", "_initial_epoch")
     attributes = {name: None if name.endswith("_function") else getattr(model, name, None) for name in names}
     for optimizer in optimizers_of(model):
@@ -147,7 +155,7 @@ def _restored(model: keras.Model) -> Iterator[None]:
     weights = [*model.trainable_variables, *model.non_trainable_variables, *slots]
     before = [(v, np.asarray(v).copy()) for v in {id(v): v for v in weights}.values()]
     forget_session(model)
-    with unchanged(model, attributes=False), original_attributes(model), swap_attributes(model, **attributes):
+    with unchanged(model), original_attributes(model), swap_attributes(model, **attributes):
         try:
             yield
         finally:
