@@ -106,24 +106,28 @@ def test_no_test_begins_after_the_limit(tmp_path, monkeypatch):
 ENDS = """
 import os, sys, pytest
 class Ends:
-    def pytest_runtest_call(self, item):
+    def pytest_runtest_makereport(self, item):
         if item.name == sys.argv[1]:
-            os._exit(9)
+            exec(sys.argv[2])
 sys.exit(pytest.main(["-q", "tests/unit/test_layers.py"], plugins=[Ends()]))
 """
 
 
 @pytest.mark.full
-def test_tests_after_one_that_ends_its_launch_run_in_another(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("end", "code"), [("os._exit(9)", 9), ("raise KeyboardInterrupt", 2), ("raise SystemExit(1)", 3)]
+)
+def test_tests_after_one_that_ends_its_launch_run_in_another(tmp_path, monkeypatch, end, code):
+    """Also if pytest ends in order: interrupted, or with an internal error, as after the watchdog's exception."""
     monkeypatch.setattr(runner.speed, "measure", lambda: 1.0)
     tests = re.findall(r"^def (test_\w+)", (runner.ROOT / "tests/unit/test_layers.py").read_text(), re.MULTILINE)
-    launch = Launch("unit", 1, [sys.executable, "-c", ENDS, tests[1]], tmp_path / "records")
+    launch = Launch("unit", 1, [sys.executable, "-c", ENDS, tests[1], end], tmp_path / "records")
     first, second = runner.run_all([launch], runner.Config(stall=WAIT))
     assert (first.name, second.name) == ("unit", "unit, again")
     names = [[test.partition("::")[2] for test in each.passed] for each in (first, second)]
     assert names == [tests[:1], tests[2:]] and not second.failures
     ((problem, details),) = first.failures.items()
-    assert problem == "unit: ended by exit code 9" and f"::{tests[1]}" in details[0]
+    assert problem == f"unit: ended by exit code {code}" and f"::{tests[1]}" in details[0]
 
 
 def launches(pid):
