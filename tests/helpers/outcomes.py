@@ -18,8 +18,8 @@ VERDICT = "verdict.txt"
 It is the reason for which the watchdog ended the ranks, or a report of ranks that wait for another one for half a
 minute, as they may on a slow machine.
 """
-_CUT_SHORT = (2, 3)
-"""Exit codes of pytest if it was interrupted or had an internal error: it has not run all tests."""
+_CUT_SHORT = {None, 2, 3}
+"""Exit codes of a rank that has not run all tests: it has died, or pytest was interrupted or had an internal error."""
 _NOISE = re.compile(r"/_pytest/|/pluggy/|/pytest/__main__|<frozen runpy>|^Extension modules:|^\s*$")
 
 
@@ -69,7 +69,7 @@ class Launch:
                     self.skipped[test] = by_rank[0]["detail"]
                 else:
                     self.passed.append(test)
-        whole = [rank for rank, lines in enumerate(ranks) if {line.get("ended") for line in lines} - {None, *_CUT_SHORT}]
+        whole = [rank for rank, lines in enumerate(ranks) if {line.get("ended") for line in lines} - _CUT_SHORT]
         self.watchdog = _tail(self.folder / VERDICT)
         if len(whole) < self.size or self.stalled is not None:
             self._read_end(ranks, whole)
