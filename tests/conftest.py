@@ -17,6 +17,8 @@ from helpers.time_limit import IS_OVER, is_over
 
 from hvdkit.machine.launcher import launched_rank
 
+LEFT = pytest.StashKey[int]()
+"""Number of the tests of this launch that --at-most leaves to its next part."""
 RECORDS = os.environ.get("HVDKIT_TEST_RECORDS")
 # Make AutoGraph raise an error, instead of a warning, for a function that it cannot convert.
 os.environ["AUTOGRAPH_STRICT_CONVERSION"] = "1"
@@ -44,7 +46,7 @@ class Recorder:
             self._write(test=report.nodeid or "collection", outcome="failed", detail=report.longreprtext)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._write(collected=len(session.items))
+        self._write(collected=len(session.items), left=session.config.stash.get(LEFT, 0))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._reports = []
@@ -80,6 +82,9 @@ def report_text(report: pytest.TestReport) -> str:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tier", choices=TIERS, help="run the tests of a tier; without it, all that are named")
+    parser.addoption(
+        "--at-most", type=int, help="run only the first N tests; the runner starts another launch for others"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -103,7 +108,7 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of the tier that run at this number of ranks; without a tier, skip those that need more ranks."""
+    """Keep the tests of this part and tier at this number of ranks; without a tier, skip those that need more ranks."""
     tier, size = config.getoption("--tier"), launched_rank().size
     if BEGUN in os.environ:
         begun = set(Path(os.environ[BEGUN]).read_text().splitlines())
@@ -112,10 +117,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if (reason := needs_more_ranks(size, item)) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
-        return
-    kept = [item for item in items if selects(tier, size, item)]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
-    items[:] = kept
+    else:
+        kept = [item for item in items if selects(tier, size, item)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
+    at_most = config.getoption("--at-most") or len(items)
+    config.stash[LEFT] = len(items) - len(items[:at_most])
+    del items[at_most:]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -19,9 +19,10 @@ A launch has no limit on its total time; it is ended as hung if no test ends for
 seconds are multiplied by the machine's slowdown (tests/helpers/speed.py), measured at the start and again before the
 tests that measure how soon a job ends.
 
-One launch runs all tests of a number of ranks, because starting TensorFlow takes seconds. If a test ends its launch,
-another one runs the tests after it. A test counts once per launch, and has failed if it failed on any rank. The run
-ends with the slowest tests and the seconds of each launch, and its last line is "N passed, M failed".
+One launch runs many tests of a number of ranks, because starting TensorFlow takes seconds; its next part runs those
+after them, since TensorFlow keeps memory of each model. If a test ends its launch, the next part begins after it. A
+test counts once per launch, and has failed if it failed on any rank. The run ends with the slowest tests and the
+seconds of each launch, and its last line is "N passed, M failed".
 """
 
 from __future__ import annotations
@@ -59,6 +60,9 @@ STOP = threading.Event()
 """Set if this run is interrupted: every launch ends, and no new one starts."""
 # Files of tests/jobs that compare the seconds until a job ends, and the names of their launches.
 TIMED = {"test_hosts.py": "jobs on hosts, timed", "test_one_host.py": "jobs here, timed"}
+AT_MOST = 150
+"""Tests of several ranks in one part of a launch. TensorFlow keeps 4 MB of each model that is trained, and XLA 45 MB of
+each program: with all tests in one part, three ranks need more than 20 GB."""
 RECORDED = ROOT / "tests" / "seconds.json"
 """Seconds of each launch of a tier, written by --record: the longest launch starts first."""
 # Under Gloo only the exchange differs: files and tests of each kind of exchange, and at night those of what uses it.
@@ -176,8 +180,8 @@ def lanes() -> int:
 def run_all(listed: list[Launch], config: Config) -> Iterator[Launch]:
     """Run all launches, and yield each when it ends.
 
-    When a launch ends, the next one begins, or that of the tests after one which ended it early. Tests that measure how
-    soon a job ends come last and run alone.
+    When a launch ends, its next part begins, or the next launch. Tests that measure how soon a job ends come last and
+    run alone.
     """
     timed = [launch for launch in listed if launch.name in TIMED.values()]
     others = longest_first([launch for launch in listed if launch not in timed], config.tier)
@@ -186,12 +190,12 @@ def run_all(listed: list[Launch], config: Config) -> Iterator[Launch]:
         if STOP.is_set():
             return []
         if is_over():
-            print(f"{launch.name}: not begun, as no time was left", flush=True)
+            print(f"{launch.title}: not begun, as no time was left", flush=True)
             return []
-        print(f"{launch.name} ...", flush=True)
+        print(f"{launch.title} ...", flush=True)
         run(launch, config.stall)
-        after = launch.after_its_end()
-        return [launch, *(run_one(after) if after is not None else [])]
+        part = launch.next_part()
+        return [launch, *(run_one(part) if part is not None else [])]
 
     for together, workers in ((others, lanes()), (timed, 1)):
         if not together:
@@ -206,7 +210,7 @@ def run_all(listed: list[Launch], config: Config) -> Iterator[Launch]:
 
 def to_files(pytest: list[str], rank_variable: str, files: Sequence[str] = ("tests/parallel",)) -> list[str]:
     """Return the command of one rank, with its output in a separate file: on one terminal lines would interleave."""
-    command = shlex.join([*pytest, *files])
+    command = shlex.join([*pytest, f"--at-most={AT_MOST}", *files])
     return ["sh", "-c", f'exec {command} > "$HVDKIT_TEST_RECORDS/rank-${rank_variable}.out" 2>&1']
 
 
@@ -283,11 +287,11 @@ def main() -> int:
     try:
         for launch in run_all(launches(config, folder), config):
             ended.append(launch)
-            print(f"{launch.name:12} {launch.summary()}", flush=True)
+            print(f"{launch.title:12} {launch.summary()}", flush=True)
             text = report(launch)
             if text:
                 print(text, flush=True)
-            failures += [f"{test} [{launch.name}] - {reason(details)}" for test, details in launch.failures.items()]
+            failures += [f"{test} [{launch.title}] - {reason(details)}" for test, details in launch.failures.items()]
     finally:
         if config.keep:
             print(f"every rank's output is in {folder}")
@@ -313,10 +317,13 @@ def write_seconds(config: Config, ended: list[Launch]) -> None:
     """Write the seconds of launches and tests, as --seconds and --record ask for."""
     if config.seconds is not None:
         config.seconds.parent.mkdir(parents=True, exist_ok=True)
-        config.seconds.write_text(json.dumps({launch.name: launch.record() for launch in ended}, indent=1))
+        config.seconds.write_text(json.dumps({launch.title: launch.record() for launch in ended}, indent=1))
     if config.record:
         recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
-        recorded[config.tier] = {launch.name: round(launch.seconds) for launch in ended}
+        seconds: dict[str, float] = {}
+        for launch in ended:
+            seconds[launch.name] = seconds.get(launch.name, 0.0) + launch.seconds
+        recorded[config.tier] = {name: round(total) for name, total in seconds.items()}
         RECORDED.write_text(json.dumps(recorded, indent=1, sort_keys=True) + "\n")
 
 

@@ -30,7 +30,8 @@ class Launch:
     ``failures`` maps a test's id, or the name of a problem outside the tests, to the details of each rank.
     ``test_seconds`` has the seconds of the slowest rank, and ``processes`` counts the ranks and the processes that
     tests started, without those that these started in turn. ``watchdog`` is what the watchdog wrote. ``begun`` is a
-    file with the tests that are not run again. ``interrupted`` says that the user ended the run.
+    file with the tests of its earlier parts, which are not run again. ``left`` counts the tests for its next part.
+    ``interrupted`` says that the user ended the run.
     """
 
     name: str
@@ -45,10 +46,17 @@ class Launch:
     skipped: dict[str, str] = field(default_factory=dict)
     failures: dict[str, dict[int, str]] = field(default_factory=dict)
     not_run: int = 0
+    left: int = 0
     test_seconds: dict[str, float] = field(default_factory=dict)
     processes: int = 0
     watchdog: str = ""
     begun: Path | None = None
+    part: int = 1
+
+    @property
+    def title(self) -> str:
+        """The name, with the number of the part from the second one on."""
+        return self.name if self.part == 1 else f"{self.name}, part {self.part}"
 
     def read(self) -> None:
         """Read the ranks' records into ``passed``, ``skipped`` and ``failures``."""
@@ -58,6 +66,7 @@ class Launch:
             for line in lines:
                 if "test" in line:
                     ended.setdefault(line["test"], {})[rank] = line
+        self.left = max((line["left"] for lines in ranks for line in lines if "left" in line), default=0)
         self.processes = self.size + sum(line.get("processes", 0) for lines in ranks for line in lines)
         for test, by_rank in ended.items():
             self.test_seconds[test] = max(line.get("seconds", 0.0) for line in by_rank.values())
@@ -98,20 +107,20 @@ class Launch:
             return
         hung = self.stalled is not None
         why = f"hung: no test ended for {self.stalled:g} s" if hung else f"ended by {_ending(self.exit_code)}"
-        self.failures[f"{self.name}: {why}"] = details
+        self.failures[f"{self.title}: {why}"] = details
 
-    def after_its_end(self) -> Launch | None:
-        """Return a launch of the tests that this one did not begin; None if it ended as expected or began none."""
+    def next_part(self) -> Launch | None:
+        """Return a launch of the tests that this one did not begin; None if it began all or none."""
         lines = [line for rank in range(self.size) for line in _records(self.folder / f"rank-{rank}.jsonl")]
         begun = dict.fromkeys(line["started"] for line in lines if "started" in line)
-        if not self.not_run or not begun:
+        if not (self.not_run or self.left) or not begun:
             return None
         before = self.begun.read_text() if self.begun is not None else ""
         file = self.folder / "begun.txt"
         file.write_text(before + "".join(f"{test}\n" for test in begun))
-        again = f"{self.folder.name}-again"
-        name = self.name if self.begun is not None else f"{self.name}, again"
-        return Launch(name, self.size, self.command, self.folder.with_name(again), begun=file)
+        part = self.part + 1
+        folder = self.folder.with_name(f"{self.folder.name.partition('-part-')[0]}-part-{part}")
+        return Launch(self.name, self.size, self.command, folder, begun=file, part=part)
 
     def summary(self) -> str:
         """Return one line with the number of tests and the time."""
@@ -131,13 +140,13 @@ class Launch:
 
 def slowest(launches: list[Launch], count: int) -> str:
     """Return lines with the slowest tests, and the seconds, cases and process starts of each launch."""
-    tests = [(seconds, test, launch.name) for launch in launches for test, seconds in launch.test_seconds.items()]
+    tests = [(seconds, test, launch.title) for launch in launches for test, seconds in launch.test_seconds.items()]
     lines = [f"{'seconds':>9}  slowest tests"]
     lines += [f"{seconds:9.2f}  {test} [{name}]" for seconds, test, name in sorted(tests, reverse=True)[:count]]
     lines.append(f"{'seconds':>9} {'cases':>6} {'starts':>6}  launches")
     for launch in sorted(launches, key=lambda each: -each.seconds):
         cases = len(launch.passed) + len(launch.failures)
-        lines.append(f"{launch.seconds:9.1f} {cases:6} {launch.processes:6}  {launch.name}")
+        lines.append(f"{launch.seconds:9.1f} {cases:6} {launch.processes:6}  {launch.title}")
     lines.append(f"{sum(launch.processes for launch in launches)} processes started by launchers and tests")
     return "\n".join(lines)
 
@@ -147,7 +156,7 @@ def report(launch: Launch) -> str:
     blocks = []
     for test, details in launch.failures.items():
         ranks = f" on rank {', '.join(map(str, details))} of {launch.size}" if launch.size > 1 else ""
-        lines = [f"\n===== FAILED {test} [{launch.name}]{ranks} ====="]
+        lines = [f"\n===== FAILED {test} [{launch.title}]{ranks} ====="]
         seen: dict[str, int] = {}
         for rank, detail in details.items():
             cause = _cause(detail)

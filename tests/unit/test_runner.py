@@ -123,11 +123,27 @@ def test_tests_after_one_that_ends_its_launch_run_in_another(tmp_path, monkeypat
     tests = re.findall(r"^def (test_\w+)", (runner.ROOT / "tests/unit/test_layers.py").read_text(), re.MULTILINE)
     launch = Launch("unit", 1, [sys.executable, "-c", ENDS, tests[1], end], tmp_path / "records")
     first, second = runner.run_all([launch], runner.Config(stall=WAIT))
-    assert (first.name, second.name) == ("unit", "unit, again")
+    assert (first.title, second.title) == ("unit", "unit, part 2")
     names = [[test.partition("::")[2] for test in each.passed] for each in (first, second)]
     assert names == [tests[:1], tests[2:]] and not second.failures
     ((problem, details),) = first.failures.items()
     assert problem == f"unit: ended by exit code {code}" and f"::{tests[1]}" in details[0]
+
+
+@pytest.mark.full
+def test_a_launch_of_many_tests_has_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner.speed, "measure", lambda: 1.0)
+    tests = re.findall(r"^def (test_\w+)", (runner.ROOT / "tests/unit/test_layers.py").read_text(), re.MULTILINE)
+    command = [sys.executable, "-m", "pytest", "--at-most=5", "--tier=core", "tests/unit/test_layers.py"]
+    launch = Launch("unit", 1, command, tmp_path / "records")
+    parts = list(runner.run_all([launch], runner.Config(stall=WAIT)))
+    assert [part.title for part in parts] == ["unit", *(f"unit, part {n}" for n in range(2, -(-len(tests) // 5) + 1))]
+    assert len(parts) > 2 and [test.partition("::")[2] for part in parts for test in part.passed] == tests
+    assert not any(part.failures for part in parts)
+    recorded = tmp_path / "seconds.json"
+    monkeypatch.setattr(runner, "RECORDED", recorded)
+    runner.write_seconds(runner.Config(record=True), parts)
+    assert json.loads(recorded.read_text()) == {"core": {"unit": round(sum(part.seconds for part in parts))}}
 
 
 def launches(pid):
