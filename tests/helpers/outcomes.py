@@ -86,7 +86,7 @@ class Launch:
             self.failures["the launcher"] = {0: f"exit code {self.exit_code}\n{_tail(self.folder / 'launcher.out')}"}
         else:
             return
-        if self.watchdog:
+        if self.watchdog and not self.interrupted:
             self.failures["the watchdog"] = {0: self.watchdog}
 
     def _read_end(self, ranks: list[list[dict[str, Any]]], whole: list[int]) -> None:

@@ -57,6 +57,7 @@ def test_a_launch_that_the_user_ends_keeps_what_has_passed(tmp_path, monkeypatch
 
     def stop():
         wait_until(lambda: records.exists() and '"t1", "outcome"' in records.read_text())
+        records.with_name(VERDICT).write_text("rank 1 was terminated\n")
         runner.STOP.set()
 
     user = threading.Thread(target=stop)
