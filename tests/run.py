@@ -61,8 +61,8 @@ STOP = threading.Event()
 # Files of tests/jobs that compare the seconds until a job ends, and the names of their launches.
 TIMED = {"test_hosts.py": "jobs on hosts, timed", "test_one_host.py": "jobs here, timed"}
 AT_MOST = 150
-"""Tests of several ranks in one part of a launch. TensorFlow keeps 4 MB of each model that is trained, and XLA 45 MB of
-each program: with all tests in one part, three ranks need more than 20 GB."""
+"""Tests of several ranks in one part of a launch. TensorFlow keeps 4 MB of each small model that was trained, 11 MB if
+XLA has compiled it: with all tests at night in one part, three ranks need more than 20 GB."""
 RECORDED = ROOT / "tests" / "seconds.json"
 """Seconds of each launch of a tier, written by --record: the longest launch starts first."""
 # Under Gloo only the exchange differs: files and tests of each kind of exchange, and at night those of what uses it.
