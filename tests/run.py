@@ -195,6 +195,9 @@ def run_all(listed: list[Launch], config: Config) -> Iterator[Launch]:
         print(f"{launch.title} ...", flush=True)
         run(launch, config.stall)
         part = launch.next_part()
+        if part is not None and is_over():
+            print(f"{launch.name}: {launch.left + launch.not_run} tests not begun, as no time was left", flush=True)
+            return [launch]
         return [launch, *(run_one(part) if part is not None else [])]
 
     for together, workers in ((others, lanes()), (timed, 1)):

@@ -132,7 +132,7 @@ def test_tests_after_one_that_ends_its_launch_run_in_another(tmp_path, monkeypat
 
 
 @pytest.mark.full
-def test_a_launch_of_many_tests_has_parts(tmp_path, monkeypatch):
+def test_a_launch_of_many_tests_has_parts(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runner.speed, "measure", lambda: 1.0)
     tests = re.findall(r"^def (test_\w+)", (runner.ROOT / "tests/unit/test_layers.py").read_text(), re.MULTILINE)
     command = [sys.executable, "-m", "pytest", "--at-most=5", "--tier=core", "tests/unit/test_layers.py"]
@@ -145,6 +145,10 @@ def test_a_launch_of_many_tests_has_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "RECORDED", recorded)
     runner.write_seconds(runner.Config(record=True), parts)
     assert json.loads(recorded.read_text()) == {"core": {"unit": round(sum(part.seconds for part in parts))}}
+    is_over = iter([False, True])
+    monkeypatch.setattr(runner, "is_over", lambda: next(is_over))
+    (part,) = runner.run_all([Launch("unit", 1, command, tmp_path / "other")], runner.Config(stall=WAIT))
+    assert len(part.passed) == 5 and f"unit: {len(tests) - 5} tests not begun, as no time" in capsys.readouterr().out
 
 
 def launches(pid):
