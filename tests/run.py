@@ -20,8 +20,8 @@ seconds are multiplied by the machine's slowdown (tests/helpers/speed.py), measu
 tests that measure how soon a job ends.
 
 One launch runs many tests of a number of ranks, because starting TensorFlow takes seconds; its next part runs those
-after them, since TensorFlow keeps memory of each model. If a test ends its launch, the next part begins after it. A
-test counts once per launch, and has failed if it failed on any rank. The run ends with the slowest tests and the
+after them, since TensorFlow never frees all memory of a model. If a test ends its launch, the next part begins after
+it. A test counts once per launch, and has failed if it failed on any rank. The run ends with the slowest tests and the
 seconds of each launch, and its last line is "N passed, M failed".
 """
 
@@ -61,8 +61,8 @@ STOP = threading.Event()
 # Files of tests/jobs that compare the seconds until a job ends, and the names of their launches.
 TIMED = {"test_hosts.py": "jobs on hosts, timed", "test_one_host.py": "jobs here, timed"}
 AT_MOST = 150
-"""Tests of several ranks in one part of a launch. TensorFlow keeps 4 MB of each small model that was trained, 11 MB if
-XLA has compiled it: with all tests at night in one part, three ranks need more than 20 GB."""
+"""Tests of several ranks in one part of a launch. TensorFlow never frees 4 MB of each small model that was trained,
+11 MB if XLA has compiled it: with all tests at night in one part, three ranks need more than 20 GB."""
 RECORDED = ROOT / "tests" / "seconds.json"
 """Seconds of each launch of a tier, written by --record: the longest launch starts first."""
 # Under Gloo only the exchange differs: files and tests of each kind of exchange, and at night those of what uses it.
@@ -190,14 +190,11 @@ def run_all(listed: list[Launch], config: Config) -> Iterator[Launch]:
         if STOP.is_set():
             return []
         if is_over():
-            print(f"{launch.title}: not begun, as no time was left", flush=True)
+            print(f"{launch.title}: {launch.not_run or 'all'} tests not begun, as no time was left", flush=True)
             return []
         print(f"{launch.title} ...", flush=True)
         run(launch, config.stall)
         part = launch.next_part()
-        if part is not None and is_over():
-            print(f"{launch.name}: {launch.left + launch.not_run} tests not begun, as no time was left", flush=True)
-            return [launch]
         return [launch, *(run_one(part) if part is not None else [])]
 
     for together, workers in ((others, lanes()), (timed, 1)):

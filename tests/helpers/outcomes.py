@@ -30,8 +30,8 @@ class Launch:
     ``failures`` maps a test's id, or the name of a problem outside the tests, to the details of each rank.
     ``test_seconds`` has the seconds of the slowest rank, and ``processes`` counts the ranks and the processes that
     tests started, without those that these started in turn. ``watchdog`` is what the watchdog wrote. ``begun`` is a
-    file with the tests of its earlier parts, which are not run again. ``left`` counts the tests for its next part.
-    ``interrupted`` says that the user ended the run.
+    file with the tests of its earlier parts, which are not run again. ``left`` counts the tests for its next part,
+    and ``not_run`` those that it has not begun. ``interrupted`` says that the user ended the run.
     """
 
     name: str
@@ -66,6 +66,7 @@ class Launch:
             for line in lines:
                 if "test" in line:
                     ended.setdefault(line["test"], {})[rank] = line
+        self.not_run = 0
         self.left = max((line["left"] for lines in ranks for line in lines if "left" in line), default=0)
         self.processes = self.size + sum(line.get("processes", 0) for lines in ranks for line in lines)
         for test, by_rank in ended.items():
@@ -120,7 +121,8 @@ class Launch:
         file.write_text(before + "".join(f"{test}\n" for test in begun))
         part = self.part + 1
         folder = self.folder.with_name(f"{self.folder.name.partition('-part-')[0]}-part-{part}")
-        return Launch(self.name, self.size, self.command, folder, begun=file, part=part)
+        tests = self.not_run + self.left
+        return Launch(self.name, self.size, self.command, folder, not_run=tests, begun=file, part=part)
 
     def summary(self) -> str:
         """Return one line with the number of tests and the time."""

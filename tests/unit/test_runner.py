@@ -148,7 +148,7 @@ def test_a_launch_of_many_tests_has_parts(tmp_path, monkeypatch, capsys):
     is_over = iter([False, True])
     monkeypatch.setattr(runner, "is_over", lambda: next(is_over))
     (part,) = runner.run_all([Launch("unit", 1, command, tmp_path / "other")], runner.Config(stall=WAIT))
-    assert len(part.passed) == 5 and f"unit: {len(tests) - 5} tests not begun, as no time" in capsys.readouterr().out
+    assert len(part.passed) == 5 and f"unit, part 2: {len(tests) - 5} tests not begun" in capsys.readouterr().out
 
 
 def launches(pid):
