@@ -50,7 +50,7 @@ test-all: setup tools ## run all tests but the nightly ones: half an hour
 test-rest: setup tools ## run what test-all has and test lacks
 	$(RUN) python tests/run.py --tier rest --seconds $(SECONDS_FILE) $(TESTS)
 
-test-nightly: setup tools .cache/trackers/.made .cache/ray/.made .cache/otel/.made .cache/stores/.made ## run every test, every fault under every launcher, Slurm, 20 GB: hours
+test-nightly: setup tools .cache/trackers/.made .cache/ray/.made .cache/otel/.made .cache/stores/.made ## run every test, every fault under every launcher, Slurm, 20 GB: two hours or more
 	$(RUN) python tests/run.py --tier nightly --seconds $(SECONDS_FILE) $(TESTS)
 
 lint: tools ## ruff (rules, format), mypy, and the schema of the workflows

@@ -38,6 +38,15 @@ def test_each_row_of_the_table_has_a_job():
     assert named == [(row.tensorflow, row.python, row.mpi) for row in compatibility.ROWS]
 
 
+def test_tests_on_hosts_and_under_slurm_run_every_night():
+    """They are skipped without root or without these packages."""
+    helpers = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "helpers").glob("*.py"))
+    needed = {name for names in re.findall(r"\(Debian: ([^)]+)\)", helpers) for name in names.split(", ")}
+    install, run = (step["run"] for step in jobs(FOLDER / "nightly.yml")["nightly"]["steps"] if "run" in step)
+    assert len(needed) >= 5 and needed <= {*install.split()}
+    assert run.startswith("sudo ") and run.endswith("make test-nightly")
+
+
 def test_only_the_job_that_publishes_may_identify_itself():
     """It runs no code of this project."""
     allowed = [
