@@ -247,14 +247,9 @@ def test_keras_tuner(tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["use_tensorboard.py", "use_orbax.py"])
-def test_callbacks_of_keras(name, tmp_path):
-    python = str(PYTHON) if PYTHON.exists() else sys.executable
-    job = run(tmp_path, python, name)
-    if "ImportError: OrbaxCheckpoint requires" in job.stdout + job.stderr:
-        pytest.skip("orbax-checkpoint is not installed")
-    assert job.returncode == 0, job.stdout + job.stderr
-    if name == "use_orbax.py":
-        assert [path.name for path in (tmp_path / "orbax").iterdir()] == ["2"]
-    else:
-        assert len(list((tmp_path / "tensorboard" / "train").glob("events*"))) == 1
+@with_packages
+def test_callbacks_of_keras(tmp_path):
+    trained(tmp_path, "use_tensorboard.py")
+    assert len(list((tmp_path / "tensorboard" / "train").glob("events*"))) == 1
+    trained(tmp_path, "use_orbax.py")
+    assert [path.name for path in (tmp_path / "orbax").iterdir()] == ["2"]
