@@ -126,8 +126,10 @@ class Host:
     def kill(self) -> None:
         """Kill all its processes at once."""
         while pids := self.processes():
-            for number in (signal.SIGSTOP, signal.SIGKILL):  # stop all first, so that none can report another's end
-                for pid in pids:
+            # Stop all first, so that none can report another's end. Then kill children before their parents: Linux
+            # continues a stopped group of processes, and sends it SIGHUP, when its last parent in the session ends.
+            for number in (signal.SIGSTOP, signal.SIGKILL):
+                for pid in sorted(pids, reverse=number == signal.SIGKILL):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, number)
             time.sleep(0.02)

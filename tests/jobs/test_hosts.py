@@ -10,7 +10,7 @@ import pytest
 from helpers.hosts import Hosts, missing
 from helpers.jobs import environment
 from helpers.jobs_that_fail import PATHS, across, run
-from helpers.speed import WAIT, scaled, slowdown
+from helpers.speed import WAIT, scaled, slowdown, wait_until
 
 WHY = missing()
 pytestmark = pytest.mark.skipif(WHY is not None, reason=f"no hosts: {WHY}")
@@ -37,6 +37,32 @@ def test_large_messages_go_round_a_ring():
         process = hosts[0].start(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         output, _ = process.communicate(timeout=WAIT)
     assert process.returncode == 0 and "added up by: ring" in output, output
+
+
+FAMILY = """
+import os, pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1])
+for number in range(300):
+    if os.fork() == 0:
+        if number == 299:
+            os.setpgrp()
+            signal.signal(signal.SIGHUP, lambda *_: (folder / "woken").touch())
+            (folder / "ready").touch()
+        time.sleep(60)
+        os._exit(0)
+time.sleep(60)
+"""
+
+
+def test_no_process_of_a_dying_host_goes_on(tmp_path):
+    """Linux continues a stopped group of processes, and sends it SIGHUP, when the last parent in its session ends."""
+    for _ in range(5):
+        with Hosts(1) as (host,):
+            host.start([sys.executable, "-c", FAMILY, str(tmp_path)])
+            wait_until((tmp_path / "ready").exists)
+            host.kill()
+        (tmp_path / "ready").unlink()
+    assert not (tmp_path / "woken").exists()
 
 
 @pytest.mark.parametrize(
