@@ -17,9 +17,9 @@ TESTS  ?=
 # Text in the first cells of a row of docs/compatibility.md.
 ONLY   ?=
 
-BIN := $(abspath $(VENV))/bin
+BIN := $(VENV)/bin
 # The environment's programs come first; root, and more ranks than cores, are fine on one's own machine.
-RUN := env PATH="$(BIN):$$PATH" OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
+RUN := env PATH="$(abspath $(BIN)):$$PATH" OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 	OMPI_MCA_rmaps_base_oversubscribe=1
 
 .PHONY: help setup tools demo smoke test test-all test-rest test-nightly lint docs docs-check tutorials tutorials-check \

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,21 @@ def test_workflows_call_targets_of_the_makefile():
         for job in jobs(path).values():
             called |= {*job.get("strategy", {}).get("matrix", {}).get("target", [])}
         assert called and called <= targets, path.name
+
+
+def test_the_makefile_works_in_a_path_with_spaces(tmp_path):
+    """Nothing splits the path into words: it occurs only between quotes."""
+    folder = tmp_path / "a path"
+    folder.mkdir()
+    shutil.copy(ROOT / "Makefile", folder)
+    (folder / "requirements").symlink_to(ROOT / "requirements")
+    for name in ("setup.cfg", "pyproject.toml"):
+        (folder / name).symlink_to(ROOT / name)
+    env = {name: text for name, text in os.environ.items() if not name.startswith("MAKE")}  # make may run this test
+    for target in ("smoke", "test-nightly", "lint", "docs-check"):
+        command = ["make", "--dry-run", "--no-print-directory", f"PYTHON={sys.executable}", target]
+        recipes = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=True).stdout
+        assert str(folder) not in re.sub(r'"[^"]*"', "", recipes)
 
 
 def test_each_row_of_the_table_has_a_job():
